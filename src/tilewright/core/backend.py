@@ -1,0 +1,83 @@
+"""What a backend is: is it here, why not, what can it compile for, and how its launches run.
+
+The backends themselves live in `tilewright.backends`, one file each; the core knows them by name and loads them when
+one of their kernels is about to be used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.core.call import Call
+from tilewright.core.device import Device
+from tilewright.core.launch import Launch
+from tilewright.core.reason import Reason
+
+Buffers = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One kernel parameter. `kind` is "pointer", "i32", "i64" or "f32"; a parameter without a name is a null pointer
+    that the compiler asks for (Triton's scratch)."""
+
+    kind: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel with its launch facts, whichever language it came from."""
+
+    image: bytes
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    block: tuple[int, int, int]
+    shared: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    registers: int | None = None
+    spills: int | None = None
+
+
+class Runner(ABC):
+    """Ready-to-run launches. Called with every tensor of the call in `call.tensors` order, then the scratch, it
+    enqueues the kernels on the current stream of the tensors' device and returns."""
+
+    @abstractmethod
+    def __call__(self, buffers: Buffers) -> None: ...
+
+
+class Backend(ABC):
+    """A way to author and run kernels."""
+
+    name: str
+    launches = True
+    """Whether its kernels return `Launch`es (outputs are allocated here) or are functions of tensors."""
+
+    @abstractmethod
+    def missing(self) -> Reason | None:
+        """Why the backend cannot run here, with what would help; None when it can. Must be cheap and import nothing."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The compiler's version as it enters evidence and cache keys; "" when absent."""
+
+    def targets(self) -> list[str]:
+        """Architectures it can compile for on this machine, GPU or not."""
+        return []
+
+    def emulates(self, device: Device) -> bool:
+        """True where kernels written for a GPU run on `device` all the same (Triton's interpreter)."""
+        return False
+
+    def compile(self, launch: Launch, device: Device) -> Artifact:
+        """Compile one launch for `device`, from the artifact cache where it was compiled before. Needs no GPU."""
+        raise NotImplementedError(f"{self.name} compiles no launches")
+
+    def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
+        """Compile and load `launches` so that calls with the facts of `call` can run."""
+        raise NotImplementedError(f"{self.name} prepares no launches")

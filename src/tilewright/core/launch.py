@@ -1,0 +1,87 @@
+"""What a kernel function returns: launches as data. Backends compile and run them; nothing here touches a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.core.call import TensorFacts
+
+
+class Config(Mapping[str, int]):
+    """One way to run a kernel, as named integers: `Config(rows=4, num_warps=8)`. Hashable, ordered, printable."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, **items: int) -> None:
+        self._items = items
+
+    def __getitem__(self, name: str) -> int:
+        return self._items[name]
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self._items[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self._items == other._items
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{k}={v}' for k, v in self._items.items())})"
+
+    def __str__(self) -> str:
+        return " ".join(f"{k}={v}" for k, v in self._items.items())
+
+    def __reduce__(self) -> Any:
+        return _config, (self._items,)
+
+
+def _config(items: dict[str, int]) -> Config:
+    return Config(**items)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that lives for one call: allocated after the outputs, in the order in which launches first name it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def facts(self) -> TensorFacts:
+        return TensorFacts.dense(self.name, self.shape, self.dtype)
+
+
+Argument = TensorFacts | Scratch | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    `function` is what the backend compiles: a `@triton.jit` function, a TileLang program, a CUDA source. `args` are its
+    run-time arguments by name and in order: a tensor's facts stand for its address, an int is passed as int64, a float
+    as float32, None as a null pointer that the kernel never follows. `constants` are fixed at compile time.
+    `options` are the backend's own (`num_warps`, `num_stages`, `block`, `shared`, `cluster`).
+    """
+
+    function: Any
+    grid: tuple[int, int, int]
+    args: Mapping[str, Argument]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
