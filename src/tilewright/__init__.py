@@ -1,0 +1,53 @@
+"""Tilewright: one logical operator, many kernels, always the fastest one that is proven right on this machine.
+
+>>> import tilewright as tw
+>>> y = tw.rms_norm(x, w, eps=1e-6)
+>>> print(tw.explain(tw.rms_norm, x, w))
+"""
+
+from tilewright import backends as _backends  # noqa: F401  first: kernels name their backends
+from tilewright.core.dispatch import explain
+from tilewright.core.errors import (
+    CheckFailed,
+    InvalidArgument,
+    NoGradient,
+    NoKernel,
+    NotWarm,
+    TilewrightError,
+    UnknownName,
+    Unsupported,
+)
+from tilewright.core.policy import use
+from tilewright.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    l2_norm,
+    l2_norm_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckFailed",
+    "InvalidArgument",
+    "NoGradient",
+    "NoKernel",
+    "NotWarm",
+    "TilewrightError",
+    "UnknownName",
+    "Unsupported",
+    "add_layer_norm",
+    "add_rms_norm",
+    "explain",
+    "l2_norm",
+    "l2_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "use",
+]

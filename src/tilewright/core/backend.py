@@ -7,8 +7,9 @@ one of their kernels is about to be used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,9 @@ from tilewright.core.call import Call
 from tilewright.core.device import Device
 from tilewright.core.launch import Launch
 from tilewright.core.reason import Reason
+
+if TYPE_CHECKING:
+    from tilewright.core.kernel import Kernel
 
 Buffers = Sequence[torch.Tensor | None]
 
@@ -73,6 +77,11 @@ class Backend(ABC):
     def emulates(self, device: Device) -> bool:
         """True where kernels written for a GPU run on `device` all the same (Triton's interpreter)."""
         return False
+
+    def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
+        """For backends of functions: the kernel as a function of the op's tensors, for calls with these facts. It
+        returns outputs (None where skipped), then what is saved."""
+        raise NotImplementedError(f"{self.name} binds no functions")
 
     def compile(self, launch: Launch, device: Device) -> Artifact:
         """Compile one launch for `device`, from the artifact cache where it was compiled before. Needs no GPU."""

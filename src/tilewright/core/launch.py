@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,3 +85,13 @@ class Launch:
     args: Mapping[str, Argument]
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def scratches(launches: Sequence[Launch]) -> list[Scratch]:
+    """The scratch that `launches` share, in the order in which they first name it: buffers follow `call.tensors`."""
+    found: dict[str, Scratch] = {}
+    for launch in launches:
+        for value in launch.args.values():
+            if isinstance(value, Scratch) and found.setdefault(value.name, value) != value:
+                raise ValueError(f"scratch {value.name!r} is named twice, as {found[value.name]} and as {value}")
+    return list(found.values())

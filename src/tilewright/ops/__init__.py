@@ -1,0 +1,1 @@
+"""The operator families: one folder each, with the ops' definitions and their kernels, one file a backend."""

@@ -1,0 +1,318 @@
+"""The CUDA backend: hand-written CUDA C++ compiled to cubins by NVRTC or nvcc, and prebuilt cubins.
+
+NVRTC (a shared library that torch's CUDA wheels bring, or `pip install nvidia-cuda-nvrtc`) is preferred: three times
+faster and no host compiler. Neither needs a GPU. The sources live beside the ops; loading and launching in `cubin.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.backends.cubin import CubinRunner
+from tilewright.core.backend import Artifact, Backend, Parameter, Runner
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.device import Device
+from tilewright.core.errors import TilewrightError
+from tilewright.core.launch import Launch, Scratch
+from tilewright.core.reason import Reason
+
+TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+STANDARD = "--std=c++17"
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+class CompileError(TilewrightError, RuntimeError):
+    """The compiler rejected a source; the message ends with its log."""
+
+    def __init__(self, what: str, log: str) -> None:
+        self.log = log
+        super().__init__(f"{what}\n{log.strip()}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel in a CUDA C++ file: `symbol` is an `extern "C" __global__` function in it. A launch's constants become
+    macros (True is 1; None is not defined). `flags` go to the compiler as they are."""
+
+    path: Path
+    symbol: str
+    flags: tuple[str, ...] = ()
+
+    def files(self) -> dict[str, bytes]:
+        """The file and, by name, all that it includes in quotes: what decides the code, and so every cache key."""
+        found: dict[str, bytes] = {}
+        waiting = [self.path]
+        while waiting:
+            path = waiting.pop()
+            name = os.path.relpath(path, self.path.parent)
+            if name not in found:
+                found[name] = path.read_bytes()
+                names = INCLUDE.findall(found[name].decode(errors="replace"))
+                waiting += [p for p in (path.parent / n for n in names) if p.is_file()]
+        return found
+
+    def digest(self) -> str:
+        whole = hashlib.sha256()
+        for name, text in sorted(self.files().items()):
+            whole.update(f"{name}\0{len(text)}\0".encode() + text)
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A kernel in a cubin that somebody else compiled; the launch's constants mean nothing to it."""
+
+    path: Path
+    symbol: str
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+
+class CudaBackend(Backend):
+    name = "cuda"
+
+    def missing(self) -> Reason | None:
+        if nvrtc_file() or nvcc():
+            return None
+        return Reason(
+            "package",
+            "neither NVRTC nor nvcc is here",
+            "pip install 'tilewright[cuda]' (nvidia-cuda-nvrtc), or put the CUDA toolkit's nvcc on PATH",
+        )
+
+    def version(self) -> str:
+        return compiler()
+
+    def targets(self) -> list[str]:
+        return [] if self.missing() else list(TARGETS)
+
+    def compile(self, launch: Launch, device: Device) -> Artifact:
+        function = launch.function
+        if not isinstance(function, (Source, Prebuilt)):
+            raise TypeError(f"{function!r} is neither a Source nor a Prebuilt")
+        if not device.sm:
+            raise ValueError(f"CUDA kernels are compiled for NVIDIA GPUs, not for {device}")
+        block, shared, cluster = _geometry(launch)
+
+        def artifact(image: bytes) -> Artifact:
+            return Artifact(image, function.symbol, _parameters(launch), block, shared, cluster)
+
+        if isinstance(function, Prebuilt):
+            return artifact(function.path.read_bytes())
+
+        def build() -> Artifact:
+            options = (*(f"-D{macro}" for macro in _macros(launch.constants)), *function.flags)
+            source, folder = function.path.read_text(), function.path.parent
+            return artifact(
+                compile_source(source, arch_of(device), symbol=function.symbol, options=options, include=(folder,))
+            )
+
+        facts = (
+            compiler(), arch_of(device), function.symbol, function.digest(), repr(function.flags),
+            repr(_macros(launch.constants)), repr((block, shared, cluster)), repr(_parameters(launch)),
+        )  # fmt: skip
+        return _cached(hashlib.sha256("|".join(facts).encode()).hexdigest(), build)
+
+    def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
+        return CubinRunner([self.compile(launch, call.device) for launch in launches], launches, call)
+
+
+def _cached(key: str, build: Callable[[], Artifact]) -> Artifact:
+    """The one place where artifacts of this backend come from."""
+    return build()
+
+
+def arch_of(device: Device) -> str:
+    """From Hopper on with the `a`: the instructions of that very architecture (wgmma, setmaxnreg) are worth having,
+    and a cubin serves no other one anyway."""
+    return f"sm_{device.sm}a" if device.sm >= 90 else f"sm_{device.sm}"
+
+
+def _geometry(launch: Launch) -> tuple[tuple[int, int, int], int, tuple[int, int, int]]:
+    def triple(value: int | Sequence[int]) -> tuple[int, int, int]:
+        x, y, z = (*((value,) if isinstance(value, int) else value), 1, 1)[:3]
+        return x, y, z
+
+    options = dict(launch.options)
+    block, cluster = triple(options.pop("block")), triple(options.pop("cluster", 1))
+    shared = options.pop("shared", 0)
+    if options:
+        raise TypeError(f"{launch.function.symbol}: unknown options {sorted(options)}; known: block, cluster, shared")
+    if any(blocks % size for blocks, size in zip(launch.grid, cluster, strict=True)):
+        raise ValueError(f"{launch.function.symbol}: grid {launch.grid} is no multiple of the cluster {cluster}")
+    return block, shared, cluster
+
+
+def _parameters(launch: Launch) -> tuple[Parameter, ...]:
+    def kind(value: Any) -> str:
+        if value is None or isinstance(value, (TensorFacts, Scratch)):
+            return "pointer"
+        if isinstance(value, bool):
+            return "i32"
+        return "i64" if isinstance(value, int) else "f32"
+
+    return tuple(Parameter(kind(value), name) for name, value in launch.args.items())
+
+
+def _macros(constants: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}={int(value) if isinstance(value, bool) else value}"
+        for name, value in sorted(constants.items())
+        if value is not None
+    ]
+
+
+# Compilers --------------------------------------------------------------------------------------------------------
+
+
+def compiler() -> str:
+    """The compiler in use with its version, as it enters cache keys; "" when there is none."""
+    if nvrtc_file():
+        return Nvrtc.get().version
+    return f"nvcc {_nvcc_version(found)}" if (found := nvcc()) else ""
+
+
+def compile_source(
+    source: str, arch: str, *, symbol: str, options: Iterable[str] = (), include: Iterable[Path | str] = ()
+) -> bytes:
+    """The cubin of `source` for `arch` ("sm_90", "sm_90a"). Raises CompileError with the compiler's log."""
+    flags = [f"-arch={arch}", STANDARD, *options]
+    flags += [f"-I{folder}" for folder in (*include, *toolkit_include())]
+    if nvrtc_file():
+        image = Nvrtc.get().compile(source, f"{symbol}.cu", flags)
+    elif found := nvcc():
+        image = _run_nvcc(found, source, symbol, flags)
+    else:
+        raise CompileError(f"{symbol}: {CudaBackend().missing()}", "")
+    if f".text.{symbol}\0".encode() not in image:
+        raise CompileError(f'{symbol}: the source has no extern "C" __global__ function of this name', "")
+    return image
+
+
+class Nvrtc:
+    """NVRTC through ctypes."""
+
+    def __init__(self, file: str) -> None:
+        self.library = ctypes.CDLL(file)
+        major, minor = c_int(), c_int()
+        self._check(self.library.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
+        self.version = f"nvrtc {major.value}.{minor.value}"
+
+    @staticmethod
+    @cache
+    def get() -> Nvrtc:
+        return Nvrtc(nvrtc_file() or "libnvrtc.so")
+
+    def compile(self, source: str, name: str, flags: Sequence[str]) -> bytes:
+        program = c_void_p()
+        text = c_char_p(source.encode())
+        self._check(
+            self.library.nvrtcCreateProgram(byref(program), text, c_char_p(name.encode()), 0, None, None), name
+        )
+        try:
+            array = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
+            code = self.library.nvrtcCompileProgram(program, len(flags), array)
+            if code:
+                log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+                raise CompileError(f"{name}: {self._error(code)} ({self.version}, {' '.join(flags)})", log)
+            return self._read(program, "CUBIN")
+        finally:
+            self.library.nvrtcDestroyProgram(byref(program))
+
+    def _read(self, program: c_void_p, what: str) -> bytes:
+        size = c_size_t()
+        self._check(getattr(self.library, f"nvrtcGet{what}Size")(program, byref(size)), what)
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer), what)
+        return buffer.raw
+
+    def _error(self, code: int) -> str:
+        function = self.library.nvrtcGetErrorString
+        function.restype = c_char_p
+        return (function(code) or b"").decode()
+
+    def _check(self, code: int, what: str) -> None:
+        if code:
+            raise CompileError(f"{what}: {self._error(code)}", "")
+
+
+def _run_nvcc(tool: str, source: str, symbol: str, flags: Sequence[str]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        given, made = Path(folder, f"{symbol}.cu"), Path(folder, f"{symbol}.cubin")
+        given.write_text(source)
+        run = subprocess.run(
+            [tool, "-cubin", "-O3", *flags, str(given), "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise CompileError(f"{symbol}: nvcc failed ({' '.join(flags)})", run.stdout + run.stderr)
+        return made.read_bytes()
+
+
+@cache
+def nvrtc_file() -> str | None:
+    """NVRTC in the wheels beside torch, in the toolkit, or where the loader looks."""
+    folders = [p / "lib" for p in _wheels()] + [p / sub for p in _toolkits() for sub in ("lib64", "lib")]
+    files = {f for folder in folders for f in folder.glob("libnvrtc.so.*") if f.suffix[1:].isdigit()}
+    # A cubin loads on every driver of its major version or later: the version torch was built for comes first.
+    torch_major = (torch.version.cuda or "").split(".")[0]
+    if files:
+        return str(max(files, key=lambda f: (f.suffix[1:] == torch_major, int(f.suffix[1:]), str(f))))
+    for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    return None
+
+
+@cache
+def nvcc() -> str | None:
+    for folder in _toolkits():
+        if (folder / "bin/nvcc").is_file():
+            return str(folder / "bin/nvcc")
+    return shutil.which("nvcc")
+
+
+@cache
+def _nvcc_version(tool: str) -> str:
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return found.group(1) if found else text.strip().splitlines()[-1]
+
+
+@cache
+def toolkit_include() -> tuple[str, ...]:
+    """The folder with cuda_bf16.h, for sources that include it; empty when there is none."""
+    for folder in (p / "include" for p in (*_wheels(), *_toolkits())):
+        if (folder / "cuda_bf16.h").is_file():
+            return (str(folder),)
+    return ()
+
+
+def _wheels() -> list[Path]:
+    """The folders of NVIDIA's wheels: nvidia/cu13, nvidia/cuda_nvrtc, ..."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted(child for root in roots for child in Path(root).glob("cu*") if child.is_dir())
+
+
+def _toolkits() -> list[Path]:
+    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return [Path(folder) for folder in named if folder and Path(folder).is_dir()]

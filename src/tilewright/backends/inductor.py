@@ -1,0 +1,75 @@
+"""The inductor backend: torch.compile of the op's definition. Every op has it free.
+
+One compiled function for each op, option set and saving; dtypes and sizes are its own dynamic business. Hitting the
+recompile limit is an error that selection shows as a reason, never silent eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.core import registry
+from tilewright.core.backend import Backend
+from tilewright.core.call import Call
+from tilewright.core.errors import NotWarm
+from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
+
+
+class InductorBackend(Backend):
+    """Needs a C++ compiler for CPU calls and Triton for GPU calls."""
+
+    name = "inductor"
+    launches = False
+
+    def missing(self) -> Reason | None:
+        if torch.cuda.is_available():
+            if importlib.util.find_spec("triton") is None:
+                return Reason("package", "triton is not installed", "pip install 'tilewright[triton]'")
+        elif shutil.which("g++") is None and shutil.which("c++") is None and shutil.which("clang++") is None:
+            return Reason("package", "no C++ compiler is on the PATH", "install g++")
+        return None
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
+        names = tuple(n for n, facts in call.tensors.items() if facts is not None and n not in call.outputs)
+        compiled = _compiled(call.op, tuple(call.options.items()), names, call.saving)
+        op = registry.op(call.op)
+        places = [op.tensors.index(n) for n in names]
+        warm = False
+
+        def run(*tensors: Any) -> list[Any]:
+            nonlocal warm
+            if not warm and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise NotWarm(f"{call.op}: the inductor kernel is cold; run this call once before capturing")
+            with torch.no_grad():
+                results: list[Any] = compiled(*[tensors[i].detach() for i in places])
+            warm = True
+            return results
+
+        return run
+
+
+@functools.cache
+def _compiled(
+    name: str, options: tuple[tuple[str, Any], ...], present: tuple[str, ...], saving: bool
+) -> Callable[..., list[Any]]:
+    """The definition with these options and these tensors, compiled for any size."""
+    op, chosen = registry.op(name), dict(options)
+
+    def definition(*tensors: torch.Tensor) -> list[Any]:
+        known: dict[str, torch.Tensor | None] = dict.fromkeys(op.tensors)
+        known.update(zip(present, tensors, strict=True))
+        results = op.define(known, chosen, saving)
+        # a result that a definition passes through (dx = dh) must not alias its input
+        return [None if r is None else r.clone() if any(r is t for t in tensors) else r.contiguous() for r in results]
+
+    return torch.compile(definition, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]

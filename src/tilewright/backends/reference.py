@@ -1,0 +1,21 @@
+"""The reference backend: every op's definition in plain torch. It takes every valid call, on every device."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.core.backend import Backend
+from tilewright.core.reason import Reason
+
+
+class ReferenceBackend(Backend):
+    """Always here. Needs no evidence: the other kernels are compared with it."""
+
+    name = "reference"
+    launches = False
+
+    def missing(self) -> Reason | None:
+        return None
+
+    def version(self) -> str:
+        return torch.__version__

@@ -1,0 +1,178 @@
+"""The one cache directory: named entries of bytes, safe against crashes, races, strangers and full disks.
+
+An entry is a file: one header line (format, sha256, length, the full key), then the payload. Writes go to a temporary
+file and are renamed into place; whatever does not check is a miss. Nothing is unpickled. What the bytes mean is known
+to those who store them (artifacts, evidence, times).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import filelock
+import platformdirs
+
+log = logging.getLogger("tilewright")
+FORMAT = 1
+LIMIT_BYTES = 2 << 30
+"""Beyond this the oldest entries of artifacts are dropped."""
+
+
+class Cache:
+    """Entries by (kind, key). All methods are safe to call from many threads and processes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._told = False
+        self._lock = threading.Lock()
+        self.problem = ""
+        """Why entries are not kept, for `doctor`; empty when all is well."""
+
+    def load(self, kind: str, key: str) -> bytes | None:
+        """The payload, or None: absent, truncated, corrupt, of another format or another key."""
+        try:
+            data = self._file(kind, key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._degrade(error)
+            return None
+        header, _, payload = data.partition(b"\n")
+        try:
+            facts = json.loads(header)
+        except ValueError:
+            return None
+        good = (
+            isinstance(facts, dict)
+            and facts.get("format") == FORMAT
+            and facts.get("key") == key
+            and facts.get("sha256") == hashlib.sha256(payload).hexdigest()
+        )
+        return payload if good else None
+
+    def store(self, kind: str, key: str, payload: bytes) -> None:
+        """Publish an entry atomically. A disk that does not take it costs one notice and nothing else."""
+        header = {"format": FORMAT, "sha256": hashlib.sha256(payload).hexdigest(), "key": key}
+        path = self._file(kind, key)
+        try:
+            self._folder(path.parent)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+            try:
+                with os.fdopen(handle, "wb") as out:
+                    out.write(json.dumps(header).encode() + b"\n" + payload)
+                os.replace(temporary, path)
+            except BaseException:
+                with_suppressed(os.unlink, temporary)
+                raise
+        except OSError as error:
+            self._degrade(error)
+
+    def update(self, kind: str, key: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Read-modify-write of a JSON object under a lock between processes; returns the new object."""
+        with self.locked(kind, key):
+            value = self.load_json(kind, key)
+            change(value)
+            self.store(kind, key, json.dumps(value, sort_keys=True).encode())
+            return value
+
+    def load_json(self, kind: str, key: str) -> dict[str, Any]:
+        payload = self.load(kind, key)
+        if payload is None:
+            return {}
+        value = json.loads(payload)
+        return value if isinstance(value, dict) else {}
+
+    @contextmanager
+    def locked(self, kind: str, key: str, timeout: float = 60.0) -> Iterator[None]:
+        """A lock between processes; one that died releases it. Where none can be had, go on: entries are atomic."""
+        path = self._file(kind, key).with_suffix(".lock")
+        lock: filelock.BaseFileLock | None = None
+        try:
+            self._folder(path.parent)
+            lock = filelock.FileLock(path)
+            lock.acquire(timeout=timeout)
+        except (OSError, filelock.Timeout) as error:
+            self._degrade(error)
+            lock = None
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def entries(self) -> Iterator[Path]:
+        return (p for p in self.root.glob("*/*.entry") if p.is_file())
+
+    def health(self) -> tuple[int, int, int]:
+        """(entries, bytes, entries that do not check)."""
+        count = size = bad = 0
+        for path in self.entries():
+            count += 1
+            size += path.stat().st_size
+            header, _, payload = path.read_bytes().partition(b"\n")
+            try:
+                bad += json.loads(header).get("sha256") != hashlib.sha256(payload).hexdigest()
+            except (ValueError, AttributeError):
+                bad += 1
+        return count, size, bad
+
+    def trim(self, kind: str = "artifacts", limit: int = LIMIT_BYTES) -> None:
+        """Drop the oldest entries of `kind` until the rest fits."""
+        found = []
+        for path in self.root.glob(f"{kind}/*.entry"):
+            try:
+                facts = path.stat()
+            except OSError:
+                continue
+            found.append((facts.st_mtime, facts.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= limit:
+                break
+            with_suppressed(path.unlink)
+            total -= size
+
+    def _file(self, kind: str, key: str) -> Path:
+        return self.root / kind / (hashlib.sha256(key.encode()).hexdigest()[:40] + ".entry")
+
+    def _folder(self, folder: Path) -> None:
+        if not folder.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.mkdir(exist_ok=True, mode=0o700)
+
+    def _degrade(self, error: BaseException) -> None:
+        with self._lock:
+            told, self._told = self._told, True
+            self.problem = str(error)
+        if not told:
+            log.warning("cache directory %s is not usable (%s): results are kept for this process only", self.root, error)
+
+
+def with_suppressed(action: Callable[..., object], *args: Any) -> None:
+    """Do it; a file that is already gone or locked is no matter."""
+    try:
+        action(*args)
+    except OSError:
+        pass
+
+
+@cache
+def cache_directory() -> Path:
+    """`TILEWRIGHT_CACHE_DIR`, else the platform's cache directory for the user."""
+    return Path(os.environ.get("TILEWRIGHT_CACHE_DIR") or platformdirs.user_cache_dir("tilewright"))
+
+
+@cache
+def disk() -> Cache:
+    """The cache of this process."""
+    return Cache(cache_directory())

@@ -1,0 +1,60 @@
+"""Call classes: what of a call may change which kernel is right (the layout class) or fast (the call class).
+
+Both are readable strings, since they are kept in files and shown to people. Row counts enter a call class only by the
+power of two above them, and a layout class not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
+
+
+def layout_class(call: Call, defaults: dict[str, Any]) -> str:
+    """dtypes, column bucket, strides and alignment of each input, what is absent, options: the key of evidence."""
+    parts = [_layout(name, facts) for name, facts in call.tensors.items() if name not in call.outputs and facts]
+    return " ".join([*parts, *_options(call, defaults)])
+
+
+def call_class(call: Call, defaults: dict[str, Any]) -> str:
+    """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections."""
+    parts = [
+        f"{_layout(name, facts)}[{_bucket(facts.rows)},{facts.columns}]"
+        for name, facts in call.tensors.items()
+        if name not in call.outputs and facts
+    ]
+    return " ".join([*parts, *_options(call, defaults)])
+
+
+def _layout(name: str, facts: TensorFacts) -> str:
+    if facts.numel and all(s == 0 for s in facts.stride) and facts.shape:
+        strides = "expanded"
+    elif facts.column_stride != 1:
+        strides = "strided"
+    else:
+        strides = f"r{len(facts.row_levels)}v{facts.vector_bytes()}"
+    columns = facts.columns
+    exact = "" if columns == _bucket(columns) else "-"
+    return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.{strides}.c{_bucket(columns)}{exact}"
+
+
+def _options(call: Call, defaults: dict[str, Any]) -> list[str]:
+    found = [f"{n}={_option(v)}" for n, v in call.options.items() if _option(v) != _option(defaults[n])]
+    return [*found, *(["saving"] if call.saving else []), *(["deterministic"] if call.deterministic else [])]
+
+
+def _option(value: Any) -> str:
+    """Numbers are run-time arguments: only whether they are zero may choose another kernel."""
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return "0" if value == 0 else "any"
+    if isinstance(value, (tuple, list)):
+        return "".join("1" if v is True else "0" if v is False else str(v) for v in value)
+    return str(value)
+
+
+def _bucket(n: int) -> int:
+    """The power of two at or above n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,145 @@
+"""Evidence: recorded numerics checks of a kernel and config on a device class, and quarantine, its opposite.
+
+Evidence is shipped for what was measured and extended on the user's machine, in the cache directory. How a check is
+made lives in `tilewright.verify`, which installs itself here as the prover.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tilewright.core import registry
+from tilewright.core.cache import disk
+from tilewright.core.call import Call
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check. `passed` None means that it could not be had (out of memory): neither evidence nor
+    quarantine."""
+
+    passed: bool | None
+    cases: int = 0
+    where: str = ""
+    date: str = ""
+    detail: str = ""
+    shipped: bool = dataclasses.field(default=False, compare=False)
+
+
+Prover = Callable[[Kernel, Config, Call], Verdict]
+
+_memory: dict[tuple[str, str], Verdict] = {}
+_broken: dict[tuple[str, str, str], str] = {}
+_prover: list[Prover] = []
+_lock = threading.Lock()
+epoch = [0]
+"""Bumped by whatever may change a selection: new evidence, quarantine, kernels, times. Part of every plan's key."""
+
+
+def bump() -> None:
+    """Make every plan be looked up anew."""
+    with _lock:
+        epoch[0] += 1
+
+
+registry.on_change(bump)
+
+
+def install_prover(prover: Prover) -> None:
+    _prover[:] = [prover]
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _group(kernel: Kernel, arch: str) -> str:
+    version = registry.backend(kernel.backend).version()
+    return f"{kernel.name} {kernel.digest} {kernel.backend} {version} {arch}"
+
+
+def _entry(config: Config, layout: str) -> str:
+    return f"{config}|{layout}"
+
+
+def find(kernel: Kernel, config: Config, layout: str, arch: str) -> Verdict | None:
+    """What is known of this kernel, config and layout class here: in this process, on this machine, or shipped."""
+    group, entry = _group(kernel, arch), _entry(config, layout)
+    known = _memory.get((group, entry))
+    if known is None:
+        stored = disk().load_json("evidence", group).get(entry)
+        if stored is not None:
+            known = Verdict(**stored)
+        else:
+            shipped = _shipped().get(group, {}).get(entry)
+            known = None if shipped is None else Verdict(True, shipped, arch, shipped=True)
+        if known is not None:
+            _memory[group, entry] = known
+    return known
+
+
+def record(kernel: Kernel, config: Config, layout: str, arch: str, verdict: Verdict) -> None:
+    """Keep a verdict: on disk, and in memory where the disk does not take it."""
+    group, entry = _group(kernel, arch), _entry(config, layout)
+    _memory[group, entry] = verdict
+    if verdict.passed is not None:
+        facts = dataclasses.asdict(verdict)
+        facts.pop("shipped")
+        disk().update("evidence", group, lambda known: known.__setitem__(entry, facts))
+    bump()
+
+
+def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
+    """Check the kernel on probes of the call's class. Compile and launch errors propagate."""
+    if not _prover:
+        return Verdict(None, detail="no prover is installed")
+    return _prover[0](kernel, config, call)
+
+
+def proven_anywhere(kernel: Kernel) -> bool:
+    """Whether this very source has passed on some architecture (then it may be probed in process)."""
+    mark = f"{kernel.name} {kernel.digest} "
+    return any(group.startswith(mark) for group in _shipped()) or any(
+        group.startswith(mark) and verdict.passed for (group, _), verdict in list(_memory.items())
+    )
+
+
+def mark_broken(kernel: Kernel, config: Config, arch: str, why: str) -> None:
+    """Compile and launch errors: last as long as the process."""
+    _broken[kernel.name + kernel.digest, str(config), arch] = why
+    bump()
+
+
+def broken(kernel: Kernel, config: Config, arch: str) -> str | None:
+    return _broken.get((kernel.name + kernel.digest, str(config), arch))
+
+
+def forget() -> None:
+    """Drop what this process remembers; files stay."""
+    _memory.clear()
+    _broken.clear()
+    bump()
+
+
+@cache
+def _shipped() -> dict[str, dict[str, int]]:
+    """{group: {entry: cases}} from the files in tilewright/evidence."""
+    found: dict[str, dict[str, int]] = {}
+    folder = resources.files("tilewright") / "evidence"
+    if folder.is_dir():
+        for file in folder.iterdir():
+            if file.name.endswith(".json"):
+                value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                for group, entries in value.items():
+                    found.setdefault(group, {}).update(entries)
+    return found

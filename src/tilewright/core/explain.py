@@ -1,0 +1,46 @@
+"""A selection as a table for people: every candidate, its config, times, evidence, and why it was not chosen."""
+
+from __future__ import annotations
+
+from tilewright.core.selection import Candidate, Selection
+
+
+def render(selection: Selection) -> str:
+    call = selection.call
+    inputs = [f for name, f in call.tensors.items() if f is not None and name not in call.outputs]
+    mode = "captured or compiled" if selection.metric == "kernel_us" else "eager"
+    gradient = "gradient" if call.saving else "no gradient"
+    lines = [f"{call.op}   {', '.join(str(f) for f in inputs)}      {call.device}      {mode}, {gradient}"]
+    rows = [_row(candidate, candidate is selection.chosen) for candidate in selection.candidates]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    for row in rows:
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() + _tail(row))
+    lines.append(f"chosen: {selection.why}")
+    lines += [f"note: {note}" for note in selection.notes]
+    return "\n".join(lines)
+
+
+def _row(candidate: Candidate, chosen: bool) -> list[str]:
+    time = candidate.time
+    name = candidate.kernel.backend + (f"/{candidate.kernel.label}" if candidate.kernel.label else "")
+    if candidate.reasons:
+        standing = "; ".join(str(reason) for reason in candidate.reasons)
+    elif candidate.kernel.backend == "reference":
+        standing = "the definition"
+    elif candidate.verdict is None:
+        standing = "no evidence yet: checked on first use"
+    else:
+        shipped = "shipped" if candidate.verdict.shipped else candidate.verdict.date
+        standing = f"proven {shipped} on {candidate.verdict.where}, {candidate.verdict.cases} cases"
+    return [
+        " >" if chosen else "  ",
+        name,
+        str(candidate.config or ""),
+        f"{time.call_us:.1f} us call" if time else "",
+        f"{time.kernel_us:.1f} us kernel" if time else "",
+        standing,
+    ]
+
+
+def _tail(row: list[str]) -> str:
+    return f"   {row[5]}" if row[5] else ""

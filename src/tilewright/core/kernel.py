@@ -1,0 +1,116 @@
+"""A kernel: one function of one backend that implements one op, and its declaration as data.
+
+The declaration can be read without importing the backend's language: the function is named, not held, and loaded when
+the kernel is about to be used. Its version is the digest of the source it lives in and of the helpers it imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from tilewright.core.call import Call
+from tilewright.core.capability import Capability
+from tilewright.core.launch import Config
+
+Configs = Sequence[Config] | Callable[[Call], Sequence[Config]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`source` is "module:function". `configs` lists ways to run it, best guess first, or works them out from a call.
+
+    A kernel of a launching backend is called as `function(call, config)` and returns one `Launch` or several; one of a
+    backend of functions (vendor) is called with the op's own arguments and returns outputs, then saved statistics
+    when `saving=True` is passed.
+    """
+
+    op: str
+    backend: str
+    source: str
+    capability: Capability = Capability()
+    configs: Configs = (Config(),)
+    files: tuple[str, ...] = ()
+    """Other files that belong to its source (`*.cu`), beside the module."""
+    label: str = ""
+    origin: str = "tilewright"
+    preference: int | None = None
+    """Order among kernels without a measurement: lower first. None: the backend's own place."""
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself; imports its module."""
+        module, name = self.source.split(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+    def configs_for(self, call: Call) -> tuple[Config, ...]:
+        return tuple(self.configs(call) if callable(self.configs) else self.configs)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the module's source, of what it imports from its own package's ops, and of `files`."""
+        module = self.source.split(":")[0]
+        text = hashlib.sha256(self.source.encode())
+        for path in _sources(module):
+            text.update(path.read_bytes())
+        folder = _path(module)
+        for name in self.files:
+            if folder is not None:
+                text.update((folder.parent / name).read_bytes())
+        return text.hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}/{self.backend}" + (f"/{self.label}" if self.label else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@cache
+def _path(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+@cache
+def _sources(module: str) -> tuple[Path, ...]:
+    """The module's file and, transitively, the files it imports from its own directory."""
+    seen: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _path(name)
+        if path is None or name in seen:
+            continue
+        seen[name] = path
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for found in _imported(node, package):
+                other = _path(found)
+                # the family's own helpers: a change elsewhere (core, backends) does not change what the kernel computes
+                if other is not None and other.parent == path.parent and other.name != "__init__.py":
+                    waiting.append(found)
+    return tuple(path for _, path in sorted(seen.items()))
+
+
+def _imported(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parts = package.split(".")
+            base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+        return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return []

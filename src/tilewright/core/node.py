@@ -1,0 +1,152 @@
+"""The `torch.ops.tilewright.<op>` nodes: what torch.compile, export, fakes and modes see of an op.
+
+Each op has a node that returns its outputs and, if it has a gradient, a second one, `<op>_saving`, that also returns what
+forward saves. Nodes select at run time on real tensors; on fakes only the op's output rule runs. Gradients sit on the
+Autograd key, so that exported graphs differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tilewright.core.errors import NoGradient
+from tilewright.core.op import Op
+
+NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
+
+_library = torch.library.Library("tilewright", "DEF")
+_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
+
+
+def define(op: Op[Any], run: NodeRun) -> None:
+    """Register the op's nodes: schema, implementation, fake, gradient."""
+    _define(op, run, saving=False)
+    if op.gradient is not None:
+        _define(op, run, saving=True)
+    _library.impl(op.name, _autograd(op), "Autograd")
+
+
+def schema(op: Op[Any], saving: bool) -> str:
+    """The node's schema. An op that may skip outputs returns a list of those it has."""
+    tensors = [f"Tensor? {n}" if n in op.optional else f"Tensor {n}" for n in op.tensors]
+    options = [f"{_SCHEMA.get(op.option_types[n], 'bool[]')} {n}" for n in op.options]
+    returns = "Tensor[]" if op.may_skip else "Tensor" if op.single and not saving else (
+        "(" + ", ".join(["Tensor"] * (len(op.out) + len(op.saved) * saving)) + ")"
+    )
+    name = op.name + "_saving" * saving
+    return f"{name}({', '.join([*tensors, '*', *options, 'str? backend=None'])}) -> {returns}"
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in options.items()}
+
+
+def pack(op: Op[Any], results: Sequence[Any]) -> Any:
+    """The op's results as the node returns them."""
+    if op.may_skip:
+        return [r for r in results if r is not None]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def unpack(op: Op[Any], found: Any, tensors: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What the node returned as the op returns it: None where an output was skipped."""
+    if not op.may_skip:
+        return found
+    rest = iter(found)
+    specs = op.out_specs(dict(zip(op.tensors, tensors, strict=True)), options, False)
+    return tuple(None if spec is None else next(rest) for spec in specs.values())
+
+
+def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
+    name = op.name + "_saving" * saving
+    _library.define(schema(op, saving))
+
+    def implementation(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        inputs = _padded(op, tensors)
+        results = run(op, inputs, options, backend, saving)
+        return pack(op, results)
+
+    def fake(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        inputs = dict(zip(op.tensors, _padded(op, tensors), strict=True))
+        like = next(t for t in inputs.values() if t is not None)
+        specs = op.out_specs(inputs, options, saving)
+        return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()])
+
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewright::{name}", fake, lib=_library)
+
+
+def _padded(op: Op[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    return (*tensors, *[None] * (len(op.tensors) - len(tensors)))
+
+
+class _NodeApply(torch.autograd.Function):
+    """The node's gradient: forward through `<op>_saving`, backward through the backward op's node."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op[Any], options: dict[str, Any], backend: str | None, *tensors: Any) -> Any:
+        from tilewright.core import policy
+        from tilewright.core.dispatch import Backward
+
+        saving = getattr(torch.ops.tilewright, op.name + "_saving")
+        with torch._C._AutoDispatchBelowAutograd():
+            results = saving(*tensors, **options, backend=backend)
+        frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
+        ctx.plan = Backward(op, options, backend, frozen)
+        every = (*tensors, *results)
+        ctx.save_for_backward(*[every[i] for i in ctx.plan.keep])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[len(op.out) :])
+        outputs = results[: len(op.out)]
+        return outputs[0] if op.single else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, None, *ctx.plan(grads, ctx.saved_tensors, ctx.needs_input_grad[3:], True)
+
+
+class _Refuse(torch.autograd.Function):
+    """Passes the results of a backward op on; differentiating them again is refused.
+
+    Tracers run backward with grad mode on without ever asking for a second derivative, so it cannot be refused before.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Op[Any], options: dict[str, Any], backend: str | None, *tensors: Any) -> Any:
+        ctx.op = op
+        with torch._C._AutoDispatchBelowAutograd():
+            found = getattr(torch.ops.tilewright, op.name)(*tensors, **options, backend=backend)
+        return tuple(found) if op.may_skip else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_gradient(ctx.op)
+
+
+def refuse_gradient(op: Op[Any]) -> NoReturn:
+    """Raise what an op without a gradient says."""
+    if op.name.endswith("_backward"):
+        raise NoGradient(f"{op.name} has no gradient: double backward (create_graph=True) is not supported")
+    raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")
+
+
+def _autograd(op: Op[Any]) -> Callable[..., Any]:
+    below = getattr(torch.ops.tilewright, op.name).default
+
+    def autograd(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        inputs = _padded(op, tensors)
+        wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        if not wants:
+            with torch._C._AutoDispatchBelowAutograd():
+                return below(*inputs, **options, backend=backend)
+        if op.gradient is not None:
+            return _NodeApply.apply(op, options, backend, *inputs)
+        if not op.name.endswith("_backward"):
+            refuse_gradient(op)
+        found = _Refuse.apply(op, options, backend, *inputs)
+        return list(found) if op.may_skip else found
+
+    return autograd

@@ -1,0 +1,227 @@
+"""An op: a typed torch function that *is* its definition, and what everything else needs to know of it, as data.
+
+`@op(...)` turns the reference into an `Op`, which is what users call. How a call finds its kernel is in `dispatch.py`,
+how it looks to torch.compile in `node.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.device import Device
+from tilewright.core.errors import InvalidArgument
+
+R = TypeVar("R")
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a fresh contiguous tensor. Sizes may be symbolic."""
+OutRule = Callable[[Mapping[str, Any], Mapping[str, Any]], Spec | None]
+"""(tensors by name, options) to a Spec, or None where this call does not produce the output."""
+
+
+def like(name: str) -> OutRule:
+    """Shape and dtype of tensor `name`; nothing where that is absent."""
+    return lambda t, o: None if t[name] is None else (tuple(t[name].shape), t[name].dtype)
+
+
+def rows_of(name: str, dtype: torch.dtype = torch.float32) -> OutRule:
+    """One number a row of tensor `name` (float64 for float64 input)."""
+    return lambda t, o: (tuple(t[name].shape[:-1]), torch.float64 if t[name].dtype == torch.float64 else dtype)
+
+
+def needed(index: int, rule: OutRule) -> OutRule:
+    """`rule` where the option `needs[index]` is true."""
+    return lambda t, o: rule(t, o) if o["needs"][index] else None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A statistic that forward keeps for backward: its output rule, and its definition in torch. The definition's
+    parameters name inputs, outputs and options of the op."""
+
+    rule: OutRule
+    define: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an op's gradient is had from its backward op, by name.
+
+    `grads` maps outputs to the backward op's parameters for their upstream gradients; `takes` maps its other
+    parameters to inputs, outputs or saved statistics; `gives` maps inputs to its outputs. Options of the same name
+    carry over; `needs` says which outputs are wanted.
+    """
+
+    op: str
+    grads: Mapping[str, str]
+    takes: Mapping[str, str]
+    gives: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """How to make inputs of an op, for checks, tuning and benchmarks alike.
+
+    `dims` names the dimensions of each tensor ("M C"; M stands for any leading shape), `options` are option sets worth
+    telling apart, `absent` are sets of optional tensors to leave out together, `either` names tensors that may be
+    float32 beside a half-precision call, `derive` fills in tensors that depend on others (what forward saved).
+    """
+
+    dims: Mapping[str, str]
+    options: Sequence[Mapping[str, Any]] = ({},)
+    absent: Sequence[tuple[str, ...]] = ((),)
+    either: tuple[str, ...] = ()
+    derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named set of inputs from a real model: leading rows and columns, the usual dtype."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(eq=False)
+class Op(Generic[R]):
+    """A logical operator. Call it like its reference, with `backend=` to pin one.
+
+    Identity is the name; the registry holds one of each.
+    """
+
+    name: str
+    family: str
+    reference: Callable[..., R]
+    out: Mapping[str, OutRule]
+    check: Callable[[Call], None]
+    cost: Callable[[Call], tuple[int, int]]
+    """(fewest bytes that must move, floating-point operations)."""
+    error_scale: Callable[..., Mapping[str, torch.Tensor]]
+    """The numerics policy's A: for each output, the sum of absolute terms, from float64 inputs."""
+    probes: Probes
+    workloads: Sequence[Workload] = ()
+    saved: Mapping[str, Saved] = field(default_factory=dict)
+    gradient: Gradient | None = None
+    rounding: str = "once, at the output"
+    tensors: tuple[str, ...] = field(init=False)
+    optional: frozenset[str] = field(init=False)
+    options: Mapping[str, Any] = field(init=False)
+    option_types: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(self.reference)
+        parameters = inspect.signature(self.reference).parameters.values()
+        is_tensor = {p.name: p.kind is not p.KEYWORD_ONLY for p in parameters}
+        self.tensors = tuple(name for name, yes in is_tensor.items() if yes)
+        self.optional = frozenset(n for n in self.tensors if type(None) in typing.get_args(hints[n]))
+        self.options = {p.name: p.default for p in parameters if not is_tensor[p.name]}
+        self.option_types = {name: hints[name] for name in self.options}
+        self.__doc__ = self.reference.__doc__
+        self.__name__ = self.name
+        self.__signature__ = _public_signature(self.reference)
+
+    # Replaced on a subclass of its own by dispatch.install(); here so that types and docs see it.
+    def __call__(self, *args: Any, backend: str | None = None, **options: Any) -> R:
+        raise RuntimeError(f"{self.name} was declared but not registered")
+
+    @property
+    def single(self) -> bool:
+        """Whether it returns one tensor and not a tuple."""
+        return len(self.out) == 1 and not self.may_skip
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether some outputs may be None: it then takes `needs`."""
+        return "needs" in self.options
+
+    def define(self, tensors: Mapping[str, torch.Tensor | None], options: Mapping[str, Any], saving: bool) -> list[Any]:
+        """Run the definition: outputs in order (None where not produced), then saved statistics if `saving`."""
+        result: Any = self.reference(*(tensors[n] for n in self.tensors), **options)
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+        if saving:
+            known = {**tensors, **options, **dict(zip(self.out, outputs, strict=True))}
+            for saved in self.saved.values():
+                names = inspect.signature(saved.define).parameters
+                outputs.append(saved.define(**{n: known[n] for n in names}))
+        return outputs
+
+    def out_specs(self, tensors: Mapping[str, Any], options: Mapping[str, Any], saving: bool) -> dict[str, Spec | None]:
+        """The fake: shape and dtype of every output, then of the saved statistics if `saving`."""
+        specs = {name: rule(tensors, options) for name, rule in self.out.items()}
+        if saving:
+            specs |= {name: saved.rule(tensors, options) for name, saved in self.saved.items()}
+        return specs
+
+    def call(
+        self,
+        tensors: Mapping[str, TensorFacts | None],
+        options: Mapping[str, Any],
+        device: Device,
+        *,
+        saving: bool = False,
+        deterministic: bool = False,
+    ) -> Call:
+        """The facts of a call, outputs included; raises `InvalidArgument` where the contract does not allow it."""
+        inputs_only = Call(self.name, device, tensors, options, saving, deterministic)
+        self.check(inputs_only)
+        specs = self.out_specs(tensors, options, saving)
+        facts = {n: None if s is None else TensorFacts.dense(n, *s) for n, s in specs.items()}
+        if not saving:
+            facts |= dict.fromkeys(self.saved)
+        return Call(
+            self.name,
+            device,
+            {**tensors, **facts},
+            options,
+            saving,
+            deterministic,
+            tuple(n for n, s in specs.items() if s is not None),
+        )
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def __reduce__(self) -> Any:
+        return _by_name, (self.name,)
+
+    def refuse(self, argument: str, problem: str, remedy: str = "") -> InvalidArgument:
+        return InvalidArgument(self.name, argument, problem, remedy)
+
+
+def _by_name(name: str) -> Op[Any]:
+    from tilewright.core import registry
+
+    return registry.op(name)
+
+
+def _public_signature(reference: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(reference)
+    backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    return signature.replace(parameters=[*signature.parameters.values(), backend])
+
+
+def op(*, family: str, **declared: Any) -> Callable[[Callable[..., R]], Op[R]]:
+    """Declare an op from its reference. See `Op` for what else is declared; registers it with the library."""
+
+    def declare(reference: Callable[..., R]) -> Op[R]:
+        from tilewright.core import dispatch, registry
+
+        declaration: Op[R] = Op(reference.__name__, family, reference, **declared)
+        dispatch.install(declaration)
+        registry.add_op(declaration)
+        return declaration
+
+    return declare
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """The accumulation dtype: float32, and float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,70 @@
+"""A plan: a selection made ready to call. It allocates the outputs, runs the kernel and returns what it wrote.
+
+Everything that can be known ahead of the call is worked out here once for an exact signature; a call of a plan touches
+tensors only for memory and addresses. How plans are found is in `dispatch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.core import registry
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config, Launch, scratches
+
+Tensor = torch.Tensor
+Run = Callable[..., list[Any]]
+"""Called with the op's tensors in order; returns its outputs (None where skipped), then what it saved."""
+
+
+def bind(kernel: Kernel, config: Config, call: Call) -> Run:
+    """The kernel, ready to run calls with exactly these facts. Compiles what is not compiled yet."""
+    op = registry.op(call.op)
+    if kernel.backend == "reference":
+        names, options, saving = op.tensors, dict(call.options), call.saving
+        return lambda *tensors: op.define(dict(zip(names, tensors, strict=True)), options, saving)
+    backend = registry.backend(kernel.backend)
+    if not backend.launches:
+        return backend.bind(kernel, call)
+    made = kernel.load()(call, config)
+    launches: Sequence[Launch] = (made,) if isinstance(made, Launch) else tuple(made)
+    runner = backend.prepare(launches, call)
+    inputs = [n for n in call.tensors if n in op.tensors]
+    results = [n for n in call.tensors if n not in op.tensors and (call.saving or n in op.out)]
+    allocate = [_allocator(call.tensors[n], call) for n in results]
+    # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
+    padding = [None] * (len(call.tensors) - len(inputs) - len(results))
+    extra = [_allocator(s.facts, call) for s in scratches(launches)]
+
+    def run(*tensors: Tensor | None) -> list[Any]:
+        made = [a(tensors) for a in allocate]
+        runner([*tensors, *made, *padding, *[a(tensors) for a in extra]])
+        return made
+
+    def run_one(*tensors: Tensor | None) -> list[Any]:
+        made = first(tensors)
+        runner((*tensors, made, *padding))
+        return [made]
+
+    if len(allocate) == 1 and not extra:
+        first = allocate[0]
+        return run_one
+    return run
+
+
+def _allocator(facts: TensorFacts | None, call: Call) -> Callable[[Sequence[Tensor | None]], Tensor | None]:
+    """How to get a fresh contiguous tensor of these facts most cheaply."""
+    if facts is None:
+        return lambda tensors: None
+    op = registry.op(call.op)
+    for place, name in enumerate(op.tensors):
+        source = call.tensors[name]
+        if source is not None and (source.shape, source.dtype) == (facts.shape, facts.dtype) and source.contiguous:
+            return lambda tensors, i=place, empty_like=torch.empty_like: empty_like(tensors[i])  # type: ignore[misc]
+    shape, dtype = facts.shape, facts.dtype
+    like = next(i for i, n in enumerate(op.tensors) if call.tensors[n] is not None)
+    return lambda tensors: tensors[like].new_empty(shape, dtype=dtype)  # type: ignore[union-attr]

@@ -1,0 +1,124 @@
+"""The table of ops, kernels and backends, and how third parties add theirs.
+
+Registration is data only: nothing heavy is imported. Packages add kernels through the entry-point group
+`tilewright.kernels`; one that fails to load is kept in `load_failures` and shown, never raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tilewright.core.backend import Backend
+from tilewright.core.errors import TilewrightError, UnknownName
+from tilewright.core.kernel import Kernel
+from tilewright.core.op import Op
+
+ENTRY_POINTS = "tilewright.kernels"
+
+_ops: dict[str, Op[Any]] = {}
+_kernels: dict[str, list[Kernel]] = {}
+_backends: dict[str, str] = {}
+_listeners: list[Callable[[], None]] = []
+_lock = threading.RLock()
+_plugins_loaded = False
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """A plug-in that could not be loaded, and why."""
+
+    name: str
+    error: str
+    trace: str
+
+
+load_failures: list[LoadFailure] = []
+
+
+def add_op(op: Op[Any]) -> None:
+    with _lock:
+        if op.name in _ops:
+            raise TilewrightError(f"op {op.name!r} is declared twice")
+        _ops[op.name] = op
+        _kernels[op.name] = [Kernel(op.name, name, "", origin="tilewright") for name in ("reference", "inductor")]
+
+
+def add_kernels(kernels: Iterable[Kernel]) -> None:
+    """Add declarations of kernels. Their op and backend must exist."""
+    with _lock:
+        for kernel in kernels:
+            op(kernel.op)
+            if kernel.backend not in _backends:
+                raise UnknownName("backend", kernel.backend, backend_names())
+            _kernels[kernel.op].append(kernel)
+    for changed in _listeners:
+        changed()
+
+
+def remove_kernel(kernel: Kernel) -> None:
+    """Take a kernel out again (tests, notebooks)."""
+    with _lock:
+        _kernels[kernel.op].remove(kernel)
+    for changed in _listeners:
+        changed()
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    _listeners.append(listener)
+
+
+def add_backend(name: str, place: str) -> None:
+    """`place` is "module:class"; loaded when first asked for. The order of adding is the order of preference."""
+    _backends[name] = place
+
+
+@cache
+def backend(name: str) -> Backend:
+    if name not in _backends:
+        raise UnknownName("backend", name, backend_names())
+    module, cls = _backends[name].split(":")
+    made: Backend = getattr(importlib.import_module(module), cls)()
+    return made
+
+
+def backend_names() -> list[str]:
+    return list(_backends)
+
+
+def op(name: str) -> Op[Any]:
+    if name not in _ops:
+        raise UnknownName("op", name, sorted(_ops))
+    return _ops[name]
+
+
+def ops() -> list[Op[Any]]:
+    return list(_ops.values())
+
+
+def kernels_of(op_name: str) -> list[Kernel]:
+    """Every kernel of an op, plug-ins included, the library's own first."""
+    _load_plugins()
+    return list(_kernels[op(op_name).name])
+
+
+def _load_plugins() -> None:
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    with _lock:
+        if _plugins_loaded:
+            return
+        _plugins_loaded = True  # before loading: a plug-in may call an op
+        for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+            try:
+                found = entry.load()
+                add_kernels(found() if callable(found) else found)
+            except Exception as error:  # noqa: BLE001  a stranger's import may raise anything; it is kept and shown
+                load_failures.append(LoadFailure(entry.name, f"{type(error).__name__}: {error}", traceback.format_exc()))

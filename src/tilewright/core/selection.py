@@ -1,0 +1,262 @@
+"""Selection: which kernel and config serve a call class, and a reason for every other.
+
+Order of choice: pinned, tuned (measured here), ranked (shipped measurements, then declared preference), reference.
+`weigh` only looks; `select` also gathers the evidence that the chosen kernel needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tilewright.core import evidence, registry, times
+from tilewright.core.call import Call
+from tilewright.core.classes import call_class, layout_class
+from tilewright.core.errors import NoKernel, NotWarm
+from tilewright.core.evidence import Verdict
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+from tilewright.core.policy import Policy
+from tilewright.core.reason import Reason
+from tilewright.core.times import TIE_BAND, Time
+
+log = logging.getLogger("tilewright")
+Metric = Literal["call_us", "kernel_us"]
+"""Eager calls minimise the whole call, compiled graphs and CUDA graphs the kernels alone."""
+
+
+@dataclass
+class Candidate:
+    """One kernel, weighed: the config it would run with, and why it would not. `rank` orders the untimed."""
+
+    kernel: Kernel
+    config: Config | None
+    reasons: list[Reason]
+    rank: tuple[int, ...]
+    verdict: Verdict | None = None
+    time: Time | None = None
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    @property
+    def backend(self) -> str:
+        return self.kernel.backend
+
+
+@dataclass
+class Selection:
+    """The decision for one call class. `candidates` are in the order in which they would be chosen."""
+
+    call: Call
+    call_class: str
+    layout: str
+    candidates: list[Candidate]
+    chosen: Candidate | None
+    why: str
+    notes: list[str] = field(default_factory=list)
+    metric: Metric = "call_us"
+
+    def __str__(self) -> str:
+        from tilewright.core.explain import render
+
+        return render(self)
+
+
+def weigh(
+    call: Call, policy: Policy, *, backend: str | None = None, metric: Metric = "call_us", capturing: bool = False
+) -> Selection:
+    """Weigh every kernel of the call's op. Runs and compiles nothing."""
+    op = registry.op(call.op)
+    defaults = dict(op.options)
+    layout, cls = layout_class(call, defaults), call_class(call, defaults)
+    wanted = backend or policy.backend(call.op)
+    order = registry.backend_names()
+    candidates = []
+    for place, kernel in enumerate(registry.kernels_of(call.op)):
+        reasons = _reasons(kernel, call, wanted, capturing)
+        declared = order.index(kernel.backend) * 100 if kernel.preference is None else kernel.preference
+        candidate = Candidate(kernel, None, reasons, (declared, place))
+        if not reasons:
+            _choose_config(candidate, call, layout, cls, metric)
+        candidates.append(candidate)
+    candidates.sort(key=lambda c: _order(c, metric))
+    chosen, why = _choose(candidates, backend, wanted, metric)
+    notes = [note for note in (times.stale(call.op, cls, call.device),) if note]
+    return Selection(call, cls, layout, candidates, chosen, why, notes, metric)
+
+
+def select(
+    call: Call, policy: Policy, *, backend: str | None = None, metric: Metric = "call_us", capturing: bool = False
+) -> Selection:
+    """Weigh, then prove the chosen kernel where it has no evidence yet; one that fails is quarantined and the next is
+    tried.
+
+    Raises:
+        NoKernel: the pinned backend (or, under `strict`, the preferred one) cannot take the call.
+        NotWarm: evidence would have to be gathered while a CUDA graph is being captured.
+    """
+    while True:
+        selection = weigh(call, policy, backend=backend, metric=metric, capturing=capturing)
+        wanted = backend or policy.backend(call.op)
+        chosen = selection.chosen
+        if chosen is None or (wanted and chosen.backend != wanted and policy.strict(call.op)):
+            raise NoKernel(refusal(selection, wanted or "any"))
+        if policy.check(call.op) == "never" or _prove(selection, chosen, capturing):
+            _tell(selection, wanted)
+            return selection
+
+
+def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) -> list[Reason]:
+    if kernel.backend == "reference":
+        return []
+    backend = registry.backend(kernel.backend)
+    missing = backend.missing()
+    if missing is not None:
+        return [missing]
+    emulated = backend.emulates(call.device)
+    reasons = kernel.capability.reasons(call, emulated=emulated, capturing=capturing)
+    if emulated and not reasons and wanted != kernel.backend:
+        reasons.append(Reason("device", "runs by interpretation here", f'chosen only by backend="{kernel.backend}"'))
+    if not reasons and any(facts is not None and facts.numel == 0 for facts in call.tensors.values()):
+        reasons.append(Reason("size", "nothing to compute: the reference serves empty calls"))
+    return reasons
+
+
+def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metric: Metric) -> None:
+    """The fastest config that is not known to be wrong or broken; the kernel's own first guess without times."""
+    kernel, arch = candidate.kernel, call.device.arch
+    refused: list[Reason] = []
+    best: tuple[float, int] | None = None
+    for place, config in enumerate(kernel.configs_for(call)):
+        broken = evidence.broken(kernel, config, arch)
+        verdict = evidence.find(kernel, config, layout, arch) if kernel.backend != "reference" else None
+        if broken is not None:
+            refused.append(Reason("quarantine", f"{config}: {broken}", "lasts as long as this process"))
+            continue
+        if verdict is not None and verdict.passed is False:
+            refused.append(Reason("quarantine", f"{config}: wrong result, {verdict.detail}", verdict.where))
+            continue
+        time = times.find(kernel, config, call.op, cls, call.device)
+        score = (getattr(time, metric) if time else float("inf"), place)
+        if best is None or score < best:
+            best = score
+            candidate.config, candidate.verdict, candidate.time = config, verdict, time
+    if candidate.config is None:
+        candidate.reasons = refused or [Reason("config", "no config fits this call")]
+
+
+def _order(candidate: Candidate, metric: Metric) -> tuple[Any, ...]:
+    """Those that fit first; measured here before shipped before untimed; then declared preference."""
+    time = candidate.time
+    source = 2 if time is None else 1 if time.shipped else 0
+    return (not candidate.fits, source, getattr(time, metric) if time else 0.0, candidate.rank)
+
+
+def _choose(
+    candidates: list[Candidate], backend: str | None, wanted: str | None, metric: Metric
+) -> tuple[Candidate | None, str]:
+    fitting = [c for c in candidates if c.fits]
+    asked = [c for c in fitting if c.backend == wanted]
+    if backend is not None:
+        return (asked[0], "pinned by backend=") if asked else (None, f"{backend} cannot take this call")
+    if asked:
+        return asked[0], "preferred by tw.use or TILEWRIGHT_BACKEND"
+    if not fitting:
+        return None, "nothing fits"
+    first = fitting[0]
+    if first.time is None:
+        return first, "declared preference: nothing is measured for this class; `tilewright tune` would"
+    # The incumbent, which would be chosen by declaration, stays unless beaten by more than the tie band.
+    limit = getattr(first.time, metric) * (1 + TIE_BAND)
+    tied = [c for c in fitting if c.time and c.time.shipped == first.time.shipped and getattr(c.time, metric) <= limit]
+    what = "call" if metric == "call_us" else "kernels"
+    how = "shipped measurement" if first.time.shipped else f"tuned {first.time.date}"
+    return min(tied, key=lambda c: c.rank), f"fastest {what} ({how}, tie band {TIE_BAND:.0%})"
+
+
+def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> bool:
+    """True when the chosen candidate may run: it is the reference, or has evidence, or earns it now."""
+    if chosen.backend == "reference" or (chosen.verdict is not None and chosen.verdict.passed):
+        return True
+    call, kernel, config = selection.call, chosen.kernel, chosen.config
+    assert config is not None
+    if capturing:
+        raise NotWarm(
+            f"{call.op}: {kernel.backend} is not warm for {selection.call_class}: run this call once before capturing "
+            "the CUDA graph"
+        )
+    with guarded(kernel, config, call) as failed:
+        verdict = evidence.prove(kernel, config, call)
+    if failed:
+        return False
+    evidence.record(kernel, config, selection.layout, call.device.arch, verdict)
+    chosen.verdict = verdict
+    if verdict.passed is False:
+        log.warning("%s %s is wrong on %s and quarantined: %s", kernel, config, call.device, verdict.detail)
+    elif verdict.passed is None:
+        evidence.mark_broken(kernel, config, call.device.arch, f"not verified: {verdict.detail}")
+    return bool(verdict.passed)
+
+
+class guarded:
+    """Around a kernel's compilation and check: errors are kept as its reason and logged, never hidden.
+
+    Errors after which the device is lost, interrupts and running out of memory propagate.
+    """
+
+    def __init__(self, kernel: Kernel, config: Config, call: Call) -> None:
+        self.kernel, self.config, self.call = kernel, config, call
+        self.failed: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        return self.failed
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError, NotWarm)) or getattr(error, "sticky", False):
+            return False
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        evidence.mark_broken(self.kernel, self.config, self.call.device.arch, why)
+        log.warning("%s %s failed to compile or run: %s", self.kernel, self.config, why, exc_info=error)
+        self.failed.append(why)
+        return True
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _tell(selection: Selection, wanted: str | None) -> None:
+    """Once a class: a preference that was not met, and the reference serving a GPU call."""
+    chosen = selection.chosen
+    assert chosen is not None
+    subject = ""
+    if wanted and chosen.backend != wanted:
+        subject = f"{selection.call.op}: preferred backend {wanted} does not take this call"
+    elif selection.call.device.is_gpu and chosen.backend == "reference" and wanted != "reference":
+        subject = f"{selection.call.op}: the reference serves a GPU call"
+    if subject and (subject, selection.call_class) not in _told:
+        _told.add((subject, selection.call_class))
+        reasons = "; ".join(f"{c.backend}: {c.reasons[0]}" for c in selection.candidates if c.reasons)
+        log.warning("%s (%s): %s runs. %s", subject, selection.call_class, chosen.backend, reasons)
+
+
+def refusal(selection: Selection, wanted: str) -> str:
+    """The message of `NoKernel`: every reason of the wanted backend, then a line on the others."""
+    lines = [f'{selection.call.op}(backend="{wanted}") cannot take this call']
+    mine = [c for c in selection.candidates if c.backend == wanted]
+    lines += [f"  {reason}" for c in mine for reason in c.reasons]
+    if not mine:
+        lines.append(f"  {selection.call.op} has no {wanted} kernel")
+    fitting = sorted({c.backend for c in selection.candidates if c.fits and c.backend != wanted})
+    others = [f"{c.backend}: {c.reasons[0]}" for c in selection.candidates if c.reasons and c.backend != wanted]
+    lines.append(f"Other kernels: {', '.join(fitting) or 'none'} fit{'s' if len(fitting) == 1 else ''}; " + "; ".join(others))
+    return "\n".join(lines)
+
+

@@ -1,0 +1,100 @@
+"""Measured times of proven (kernel, config) pairs, kept as times and not as winners. Selection reads them; the tuner
+and the benchmarks write them.
+
+Key: kernel digest, config, call class, GPU, driver, compiler. Times from another GPU, driver or compiler are not used,
+and `stale` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from tilewright.core import evidence, registry
+from tilewright.core.cache import disk
+from tilewright.core.device import Device
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+
+TIE_BAND = 0.01
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of one call as the host sees it, and of its kernels on the device."""
+
+    call_us: float
+    kernel_us: float
+    date: str = ""
+    shipped: bool = False
+
+
+def _pair(kernel: Kernel, config: Config) -> str:
+    return f"{kernel.name} {kernel.digest} {registry.backend(kernel.backend).version()}|{config}"
+
+
+def _place(device: Device) -> str:
+    return f"{device.name}|{device.driver}"
+
+
+_memory: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def _tuned(op: str, call_class: str) -> dict[str, Any]:
+    """{GPU|driver: {pair: {call_us, kernel_us, date}}}, read once a process and class."""
+    key = (op, call_class)
+    if key not in _memory:
+        _memory[key] = disk().load_json("times", f"{op} {call_class}")
+    return _memory[key]
+
+
+def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Device) -> Time | None:
+    """The time measured on this machine, else the shipped one for this architecture and class."""
+    here = _tuned(op, call_class).get(_place(device), {}).get(_pair(kernel, config))
+    if here is not None:
+        return Time(here["call_us"], here["kernel_us"], here.get("date", ""))
+    there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(_pair(kernel, config))
+    return None if there is None else Time(there[0], there[1], shipped=True)
+
+
+def record(
+    kernel: Kernel, config: Config, op: str, call_class: str, device: Device, call_us: float, kernel_us: float
+) -> None:
+    """Keep a measured time. The best of two runs' times is not taken: the newest stands."""
+    facts = {"call_us": call_us, "kernel_us": kernel_us, "date": evidence.today()}
+
+    def change(known: dict[str, Any]) -> None:
+        known.setdefault(_place(device), {})[_pair(kernel, config)] = facts
+
+    changed = disk().update("times", f"{op} {call_class}", change)
+    change(changed)  # where the disk took nothing, this process still knows
+    _memory[op, call_class] = changed
+    evidence.bump()
+
+
+def stale(op: str, call_class: str, device: Device) -> str:
+    """Says that times exist for this class but from elsewhere; "" otherwise."""
+    known = _tuned(op, call_class)
+    others = [place for place in known if place != _place(device)]
+    return f"times measured under {', '.join(others)} are not used here" if others and _place(device) not in known else ""
+
+
+def forget() -> None:
+    """Drop what this process remembers; files stay."""
+    _memory.clear()
+    evidence.bump()
+
+
+@cache
+def _shipped() -> dict[str, dict[str, dict[str, list[float]]]]:
+    """{arch: {"op class": {pair: [call_us, kernel_us]}}} from the files in tilewright/evidence/times."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    folder = resources.files("tilewright") / "evidence" / "times"
+    if folder.is_dir():
+        for file in folder.iterdir():
+            if file.name.endswith(".json"):
+                found[file.name.removesuffix(".json")] = json.loads(file.read_text(encoding="utf-8"))
+    return found

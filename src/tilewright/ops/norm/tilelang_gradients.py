@@ -1,0 +1,254 @@
+"""Device code of the norm family's backwards in TileLang. Flags, arguments and layouts are as in `tilelang_programs.py`.
+
+Weight gradients are summed in two stages in an order that the shape and the grid fix: every group of threads of
+`backward` sums the rows that it visits and writes one row of partial sums; `reduce_columns` adds those rows up. Rows too
+wide for registers take `backward` for dx alone, which then keeps the two means of each row, and `partial_columns`.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tilewright.ops.norm.tilelang_programs import F32, dense, f32, line, load_line, load_rows, tile
+
+
+def backward(
+    *, columns: int, dtype: str, dy_layout: str | None, x_layout: str, weight_layout: str | None, weight_dtype: str,
+    dh_layout: str | None, kind: str, cast_before_weight: bool, dx_needed: bool, sums: tuple[str, ...], keep: bool,
+    vec: int, lanes: int, block_rows: int, tiles: int,
+) -> Any:  # fmt: skip
+    """dx of every row, and partial sums over rows for each of `sums` ("weight", "bias", "pre_bias", in this order).
+
+    `kind` is "rms", "layer" or "l2" (there `x` is the forward's y). With e = dy * w and n the normalised row,
+    dx = rstd (e - mean(e) - n mean(e n)) + dh, without mean(e) where nothing was centred. `keep` also stores the means.
+    """
+    C, R = columns, block_rows
+    width = -(-C // (vec * lanes * tiles)) * vec * lanes
+    held = tiles == 1
+    divisor = 1.0 if kind == "l2" else float(C)
+    rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    means = dy_layout is not None and (dx_needed or "pre_bias" in sums)
+    n = T.dynamic("n", "int64")
+
+    def normalised(value: Any, mean: Any, rstd: Any) -> Any:
+        return f32(value) if kind == "l2" else ((f32(value) - mean) if kind == "layer" else f32(value)) * rstd
+
+    def weighted(value: Any, weight: Any, weight_offset: Any) -> Any:
+        if weight is None:
+            return f32(value)
+        return f32(value) * (f32(weight) + weight_offset if kind == "rms" else f32(weight))
+
+    @T.prim_func
+    def norm_backward(
+        dy: T.Tensor((n,), dtype),
+        x: T.Tensor((n,), dtype),
+        weight: T.Tensor((n,), weight_dtype),
+        mean: T.Tensor((n,), F32),
+        rstd: T.Tensor((n,), F32),
+        dh: T.Tensor((n,), dtype),
+        dx: T.Tensor((n,), dtype),
+        partial: T.Tensor((n,), F32),
+        row_means: T.Tensor((n,), F32),
+        rows: T.int32,
+        programs: T.int32,
+        weight_offset: T.float32,
+        dy_inner: T.int32,
+        dy_outer: T.int64,
+        dy_stride: T.int64,
+        dy_step: T.int64,
+        x_inner: T.int32,
+        x_outer: T.int64,
+        x_stride: T.int64,
+        x_step: T.int64,
+        dh_inner: T.int32,
+        dh_outer: T.int64,
+        dh_stride: T.int64,
+        dh_step: T.int64,
+        one: T.int64,
+    ):
+        with T.Kernel(programs, threads=R * lanes) as block:
+            xs = T.alloc_fragment((R, width), dtype)
+            dys = T.alloc_fragment((R, width), dtype)
+            terms = T.alloc_fragment((R, width), F32)
+            row_mean = T.alloc_fragment((R,), F32)
+            row_rstd = T.alloc_fragment((R,), F32)
+            mean_e = T.alloc_fragment((R,), F32)
+            mean_en = T.alloc_fragment((R,), F32)
+            T.annotate_layout({xs: rows_like, dys: rows_like, terms: rows_like})
+            dy_place = (dy_inner, dy_outer, dy_stride, dy_step)
+            x_place = (x_inner, x_outer, x_stride, x_step)
+            if dh_layout is not None:
+                dhs = T.alloc_fragment((R, width), dtype)
+                T.annotate_layout({dhs: rows_like})
+                dh_place = (dh_inner, dh_outer, dh_stride, dh_step)
+            if weight_layout is not None:
+                ws = T.alloc_fragment((width,), weight_dtype)
+                T.annotate_layout({ws: columns_like})
+                if held:
+                    load_line(ws, weight, weight_layout, C, 0, one)
+            if "weight" in sums:
+                weight_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({weight_sum: rows_like})
+                T.clear(weight_sum)
+            if "bias" in sums:
+                bias_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({bias_sum: rows_like})
+                T.clear(bias_sum)
+            if "pre_bias" in sums:
+                pre_bias_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({pre_bias_sum: rows_like})
+                T.clear(pre_bias_sum)
+
+            for turn in T.serial(T.ceildiv(rows - block * R, programs * R)):
+                first_row = (turn * programs + block) * R
+                for i in T.Parallel(R):
+                    row_rstd[i] = T.float32(0)
+                    row_mean[i] = T.float32(0)
+                    if first_row + i < rows:
+                        row_rstd[i] = rstd[first_row + i]
+                        if kind == "layer":
+                            row_mean[i] = mean[first_row + i]
+                if held:
+                    if dy_layout is not None:
+                        load_rows(xs, x, x_layout, vec, C, first_row, rows, 0, x_place)
+                        load_rows(dys, dy, dy_layout, vec, C, first_row, rows, 0, dy_place)
+                    if dh_layout is not None:
+                        load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, 0, dh_place)
+                if means:
+                    if kind == "layer":
+                        T.clear(terms)
+                        for k in T.serial(tiles):
+                            if not held:
+                                load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
+                                if weight_layout is not None:
+                                    load_line(ws, weight, weight_layout, C, k * width, one)
+                            for i, j in T.Parallel(R, width):
+                                terms[i, j] += weighted(
+                                    dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                                )
+                        T.reduce_sum(terms, mean_e, dim=1)
+                        for i in T.Parallel(R):
+                            mean_e[i] = mean_e[i] / T.float32(divisor)
+                    T.clear(terms)
+                    for k in T.serial(tiles):
+                        if not held:
+                            load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
+                            load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
+                            if weight_layout is not None:
+                                load_line(ws, weight, weight_layout, C, k * width, one)
+                        for i, j in T.Parallel(R, width):
+                            product = normalised(xs[i, j], row_mean[i], row_rstd[i]) * weighted(
+                                dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                            )
+                            # a padded column of a row whose statistics are not finite is no number either
+                            terms[i, j] += T.if_then_else(k * width + j < C, product, T.float32(0))
+                    T.reduce_sum(terms, mean_en, dim=1)
+                    for i in T.Parallel(R):
+                        mean_en[i] = mean_en[i] / T.float32(divisor)
+                for k in T.serial(tiles):
+                    if not held:
+                        if dy_layout is not None:
+                            load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
+                            load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
+                            if weight_layout is not None:
+                                load_line(ws, weight, weight_layout, C, k * width, one)
+                        if dh_layout is not None:
+                            load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, k * width, dh_place)
+                    if dx_needed or "pre_bias" in sums:
+                        for i, j in T.Parallel(R, width):
+                            value = T.float32(0)
+                            if dy_layout is not None:
+                                value = weighted(dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
+                                if kind == "layer":
+                                    value = value - mean_e[i]
+                                value = (
+                                    value - normalised(xs[i, j], row_mean[i], row_rstd[i]) * mean_en[i]
+                                ) * row_rstd[i]
+                            terms[i, j] = value + f32(dhs[i, j]) if dh_layout is not None else value
+                    if dx_needed:
+                        for i, j in T.Parallel(R, width):
+                            if (first_row + i < rows) & (k * width + j < C):
+                                dx[dense(C, first_row + i, k * width + j)] = T.Cast(dtype, terms[i, j])
+                    if "pre_bias" in sums:
+                        for i, j in T.Parallel(R, width):
+                            pre_bias_sum[i, j] += terms[i, j]
+                    if dy_layout is not None and "weight" in sums:
+                        for i, j in T.Parallel(R, width):
+                            value = normalised(xs[i, j], row_mean[i], row_rstd[i])
+                            if cast_before_weight:
+                                value = f32(T.Cast(dtype, value))
+                            weight_sum[i, j] += f32(dys[i, j]) * value
+                    if dy_layout is not None and "bias" in sums:
+                        for i, j in T.Parallel(R, width):
+                            bias_sum[i, j] += f32(dys[i, j])
+                if keep:
+                    for i in T.Parallel(R):
+                        if first_row + i < rows:
+                            row_means[first_row + i] = mean_en[i]
+                            if kind == "layer":
+                                row_means[T.Cast("int64", rows) + first_row + i] = mean_e[i]
+            for i, j in T.Parallel(R, width):
+                if j < C:
+                    if "weight" in sums:
+                        partial[dense(C, block * R + i, j)] = weight_sum[i, j]
+            for i, j in T.Parallel(R, width):
+                if j < C:
+                    if "bias" in sums:
+                        partial[dense(C, (sums.index("bias") * programs + block) * R + i, j)] = bias_sum[i, j]
+            for i, j in T.Parallel(R, width):
+                if j < C:
+                    if "pre_bias" in sums:
+                        partial[dense(C, (sums.index("pre_bias") * programs + block) * R + i, j)] = pre_bias_sum[i, j]
+
+    return norm_backward
+
+
+def reduce_columns(*, columns: int, dtypes: tuple[str, ...], lanes: int, depth: int) -> Any:
+    """out_k[C] = the sum of the rows of partial[k], for up to three outputs, rounded once to each one's dtype.
+
+    A block adds `lanes` columns; its threads take every `depth`-th row, then add up among themselves.
+    """
+    C, unroll = columns, 4
+    first, second, third = (*dtypes, F32, F32)[:3]
+    n = T.dynamic("n", "int64")
+
+    @T.prim_func
+    def norm_reduce_columns(
+        partial: T.Tensor((n,), F32),
+        out0: T.Tensor((n,), first),
+        out1: T.Tensor((n,), second),
+        out2: T.Tensor((n,), third),
+        count: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(C, lanes), len(dtypes), threads=lanes * depth) as (block, which):
+            part = T.alloc_fragment((depth, lanes), F32)
+            ahead = T.alloc_fragment((unroll, depth, lanes), F32)
+            total = T.alloc_fragment((lanes,), F32)
+            T.annotate_layout({
+                part: T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)),
+                ahead: T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
+            })
+            T.clear(part)
+            for turn in T.serial(T.ceildiv(count, depth * unroll)):
+                T.clear(ahead)
+                for u, i, j in T.Parallel(unroll, depth, lanes):
+                    if ((turn * unroll + u) * depth + i < count) & (block * lanes + j < C):
+                        ahead[u, i, j] = partial[
+                            dense(C, which * count + (turn * unroll + u) * depth + i, block * lanes + j)
+                        ]
+                for u in T.unroll(unroll):
+                    for i, j in T.Parallel(depth, lanes):
+                        part[i, j] += ahead[u, i, j]
+            T.reduce_sum(part, total, dim=0)
+            for j in T.Parallel(lanes):
+                if block * lanes + j < C:
+                    if which == 0:
+                        out0[block * lanes + j] = T.Cast(first, total[j])
+                    if len(dtypes) > 1:
+                        if which == 1:
+                            out1[block * lanes + j] = T.Cast(second, total[j])
+                    if len(dtypes) > 2:
+                        if which == 2:
+                            out2[block * lanes + j] = T.Cast(third, total[j])
+
+    return norm_reduce_columns

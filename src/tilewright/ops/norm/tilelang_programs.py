@@ -1,0 +1,218 @@
+"""Device code of the norm family's forwards in TileLang, and the pieces that the backwards share.
+
+Only `tilelang.py` beside this file calls these, when a launch is compiled; it works out flags, arguments and grids.
+Every program declares all the arguments that its pass may need: those that a set of flags does not use are left out of
+the kernel by TileLang. Rows are run-time everywhere; only the number of columns and the layouts are compiled in.
+
+How a tensor is read is its layout: None (absent) or a digit and a letter. The digit is the number of row levels (2:
+rows come in groups of `_inner`, `_outer` apart, as heads of a fused projection do). The letter says whether every row
+starts at a multiple of the vector ("v": strides are counted in vectors, so that the compiler can see it) or not ("s":
+element by element, with a run-time column stride). Weights have the letter only.
+
+Loads sit in `if` statements, not in `T.if_then_else`: there TileLang 0.1.15 hoists the vector load of a converted
+operand out of the condition, which reads past the end of the tensor. (No postponed annotations here: they are values.)
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+F32 = "float32"
+
+
+def f32(value: Any) -> Any:
+    return T.Cast(F32, value)
+
+
+def tile(rows: int, width: int, vec: int, lanes: int) -> Any:
+    """Each row is spread over `lanes` neighbouring threads, in vectors: every access is coalesced."""
+
+    def place(i: Any, j: Any) -> tuple[Any, Any]:
+        return i * lanes + (j // vec) % lanes, (j // (vec * lanes)) * vec + j % vec
+
+    return T.Fragment((rows, width), forward_fn=place)
+
+
+def line(rows: int, width: int, vec: int, lanes: int) -> Any:
+    """A row of weights, held once by each of the `rows` groups of threads."""
+
+    def place(j: Any, copy: Any = 0) -> tuple[Any, Any]:
+        return copy * lanes + (j // vec) % lanes, (j // (vec * lanes)) * vec + j % vec
+
+    return T.Fragment((width,), forward_fn=place, replicate=rows)
+
+
+def at(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, Any, Any, Any]) -> Any:
+    """The int64 element offset of (row, column); the int32 row is widened before it multiplies."""
+    inner, outer, stride, step = place
+    unit = vec if layout[1] == "v" else 1
+    if layout[0] == "2":
+        high, low = T.Cast("int64", T.truncdiv(row, inner)), T.Cast("int64", T.truncmod(row, inner))
+        start = high * (outer * unit) + low * (stride * unit)
+    else:
+        start = T.Cast("int64", row) * (stride * unit)
+    return start + (column if layout[1] == "v" else column * step)
+
+
+def along(layout: str, column: Any, one: Any) -> Any:
+    """The offset in a weight. `one` is 1 at run time: it keeps the compiler from taking a vector for aligned."""
+    return column if layout == "v" else column * one
+
+
+def dense(columns: int, row: Any, column: Any) -> Any:
+    """The offset in a fresh contiguous output."""
+    return T.Cast("int64", row) * columns + column
+
+
+@T.macro
+def load_rows(to, source, layout, vec, columns, first_row, rows, first, place):  # type: ignore[no-untyped-def]
+    """Fill a tile; rows and columns outside of the tensor are 0."""
+    T.clear(to)
+    for i, j in T.Parallel(*to.shape):
+        if (first_row + i < rows) & (first + j < columns):
+            to[i, j] = source[at(layout, vec, first_row + i, first + j, place)]
+
+
+@T.macro
+def load_line(to, source, layout, columns, first, one):  # type: ignore[no-untyped-def]
+    """Fill a row of weights; columns outside of the tensor are 0."""
+    T.clear(to)
+    for j in T.Parallel(*to.shape):
+        if first + j < columns:
+            to[j] = source[along(layout, first + j, one)]
+
+
+@T.macro
+def store_rows(to, tile_, columns, first_row, rows, first):  # type: ignore[no-untyped-def]
+    for i, j in T.Parallel(*tile_.shape):
+        if (first_row + i < rows) & (first + j < columns):
+            to[dense(columns, first_row + i, first + j)] = tile_[i, j]
+
+
+def forward(
+    *, columns: int, dtype: str, x_layout: str, residual_layout: str | None, pre_bias_layout: str | None,
+    pre_bias_dtype: str, weight_layout: str | None, weight_dtype: str, bias_layout: str | None, bias_dtype: str,
+    centred: bool, divisor: float, cast_before_weight: bool, saving: bool, vec: int, lanes: int, block_rows: int,
+    tiles: int,
+) -> Any:  # fmt: skip
+    """y (and h, mean, rstd) of `block_rows` rows a block.
+
+    With one tile a row is held in the registers of `lanes` threads and read once. With several it is walked in tiles,
+    once for each statistic and once for y; a residual sum is then read back from h.
+    """
+    C, R = columns, block_rows
+    width = -(-C // (vec * lanes * tiles)) * vec * lanes
+    rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    held = tiles == 1
+    h_place = (1, 0, C // vec, 1)
+    n = T.dynamic("n", "int64")
+
+    @T.prim_func
+    def norm_forward(
+        x: T.Tensor((n,), dtype),
+        residual: T.Tensor((n,), dtype),
+        pre_bias: T.Tensor((n,), pre_bias_dtype),
+        weight: T.Tensor((n,), weight_dtype),
+        bias: T.Tensor((n,), bias_dtype),
+        y: T.Tensor((n,), dtype),
+        h: T.Tensor((n,), dtype),
+        mean: T.Tensor((n,), F32),
+        rstd: T.Tensor((n,), F32),
+        rows: T.int32,
+        eps: T.float32,
+        weight_offset: T.float32,
+        x_inner: T.int32,
+        x_outer: T.int64,
+        x_stride: T.int64,
+        x_step: T.int64,
+        residual_inner: T.int32,
+        residual_outer: T.int64,
+        residual_stride: T.int64,
+        residual_step: T.int64,
+        one: T.int64,
+    ):
+        with T.Kernel(T.ceildiv(rows, R), threads=R * lanes) as block:
+            xs = T.alloc_fragment((R, width), dtype)
+            terms = T.alloc_fragment((R, width), F32)
+            row_mean = T.alloc_fragment((R,), F32)
+            row_rstd = T.alloc_fragment((R,), F32)
+            T.annotate_layout({xs: rows_like, terms: rows_like})
+            x_place = (x_inner, x_outer, x_stride, x_step)
+            if residual_layout is not None:
+                rs = T.alloc_fragment((R, width), dtype)
+                T.annotate_layout({rs: rows_like})
+                residual_place = (residual_inner, residual_outer, residual_stride, residual_step)
+            if pre_bias_layout is not None:
+                ps = T.alloc_fragment((width,), pre_bias_dtype)
+                T.annotate_layout({ps: columns_like})
+            if weight_layout is not None:
+                ws = T.alloc_fragment((width,), weight_dtype)
+                T.annotate_layout({ws: columns_like})
+                if held:
+                    load_line(ws, weight, weight_layout, C, 0, one)
+            if bias_layout is not None:
+                bs = T.alloc_fragment((width,), bias_dtype)
+                T.annotate_layout({bs: columns_like})
+                if held:
+                    load_line(bs, bias, bias_layout, C, 0, one)
+
+            T.clear(terms)
+            for k in T.serial(tiles):
+                load_rows(xs, x, x_layout, vec, C, block * R, rows, k * width, x_place)
+                if residual_layout is not None:
+                    load_rows(rs, residual, residual_layout, vec, C, block * R, rows, k * width, residual_place)
+                    if pre_bias_layout is not None:
+                        load_line(ps, pre_bias, pre_bias_layout, C, k * width, one)
+                        for i, j in T.Parallel(R, width):
+                            xs[i, j] = T.Cast(dtype, f32(xs[i, j]) + f32(ps[j]) + f32(rs[i, j]))
+                    else:
+                        for i, j in T.Parallel(R, width):
+                            xs[i, j] = T.Cast(dtype, f32(xs[i, j]) + f32(rs[i, j]))
+                    store_rows(h, xs, C, block * R, rows, k * width)
+                for i, j in T.Parallel(R, width):
+                    terms[i, j] += f32(xs[i, j]) if centred else f32(xs[i, j]) * f32(xs[i, j])
+            if centred:
+                T.reduce_sum(terms, row_mean, dim=1)
+                for i in T.Parallel(R):
+                    row_mean[i] = row_mean[i] / T.float32(C)
+                T.clear(terms)
+                for k in T.serial(tiles):
+                    if not held:
+                        if residual_layout is not None:
+                            load_rows(xs, h, "1v", vec, C, block * R, rows, k * width, h_place)
+                        else:
+                            load_rows(xs, x, x_layout, vec, C, block * R, rows, k * width, x_place)
+                    for i, j in T.Parallel(R, width):
+                        centred_value = f32(xs[i, j]) - row_mean[i]
+                        terms[i, j] += T.if_then_else(k * width + j < C, centred_value * centred_value, T.float32(0))
+            T.reduce_sum(terms, row_rstd, dim=1)
+            for i in T.Parallel(R):
+                row_rstd[i] = T.rsqrt(row_rstd[i] / T.float32(divisor) + eps)
+            for k in T.serial(tiles):
+                if not held:
+                    if residual_layout is not None:
+                        load_rows(xs, h, "1v", vec, C, block * R, rows, k * width, h_place)
+                    else:
+                        load_rows(xs, x, x_layout, vec, C, block * R, rows, k * width, x_place)
+                    if weight_layout is not None:
+                        load_line(ws, weight, weight_layout, C, k * width, one)
+                    if bias_layout is not None:
+                        load_line(bs, bias, bias_layout, C, k * width, one)
+                for i, j in T.Parallel(R, width):
+                    if (block * R + i < rows) & (k * width + j < C):
+                        value = (f32(xs[i, j]) - row_mean[i] if centred else f32(xs[i, j])) * row_rstd[i]
+                        if cast_before_weight:
+                            value = f32(T.Cast(dtype, value))
+                        if weight_layout is not None:
+                            value = value * (f32(ws[j]) if centred else f32(ws[j]) + weight_offset)
+                        if bias_layout is not None:
+                            value = value + f32(bs[j])
+                        y[dense(C, block * R + i, k * width + j)] = T.Cast(dtype, value)
+            if saving:
+                for i in T.Parallel(R):
+                    if block * R + i < rows:
+                        if centred:
+                            mean[block * R + i] = row_mean[i]
+                        rstd[block * R + i] = row_rstd[i]
+
+    return norm_forward
