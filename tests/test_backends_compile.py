@@ -24,7 +24,7 @@ from tilewright.backends import cubin, cuda
 from tilewright.backends import triton as tw_triton
 from tilewright.core.backend import Artifact, Parameter
 from tilewright.core.call import Call, TensorFacts
-from tilewright.core.device import Device, target_device
+from tilewright.core.device import Device, device_of, target_device
 from tilewright.core.launch import Launch, Scratch, scratches
 
 triton = pytest.importorskip("triton")
@@ -99,9 +99,15 @@ def _compile_all() -> dict[str, Any]:
         "weight": facts(_launch(weight=True)),
         "cluster": facts(_launch(num_ctas=2)),
         "others": {arch: facts(plain, target_device(arch))["bytes"] for arch in ("sm_80", "sm_100", "gfx942")},
-        "keys": [tw_triton._Compilation(_launch(n, align), H100).key for n, align in ((1000, 16), (1008, 16), (1000, 2))],
+        "keys": [
+            tw_triton._Compilation(_launch(n, align), H100).key for n, align in ((1000, 16), (1008, 16), (1000, 2))
+        ],
         "twins_differ": images[0] != images[1],
         "absent": error(dataclasses.replace(plain, args={"x": x})),
+        "constexpr": error(
+            dataclasses.replace(plain, args={**plain.args, "BLOCK": 256}, constants={"HAS_WEIGHT": False})
+        ),
+        "dtype": error(Launch(_same_name(1), (1, 1, 1), {"x": dataclasses.replace(x, dtype=torch.complex64), "n": 1})),
         "unknown": error(dataclasses.replace(plain, constants={**plain.constants, "block": 1})),
         "pdl": error(_launch(launch_pdl=1)),
         "cpu": error(plain, Device("cpu", "x86_64", "a CPU")),
@@ -158,6 +164,8 @@ def test_same_named_triton_kernels_are_told_apart(compiled: dict[str, Any]) -> N
 def test_triton_refusals_name_the_parameter(compiled: dict[str, Any]) -> None:
     assert "no value for ['weight', 'y', 'n', 'factor']" in compiled["absent"]
     assert "no parameter ['block']" in compiled["unknown"]
+    assert "BLOCK is tl.constexpr" in compiled["constexpr"]
+    assert "x has dtype torch.complex64" in compiled["dtype"]
     assert "launch_pdl" in compiled["pdl"]
     assert "not for a CPU" in compiled["cpu"]
 
@@ -222,9 +230,7 @@ def _add(function: Any, n: int = 1000, **options: Any) -> Launch:
 
 @has_compiler
 @pytest.mark.parametrize("tool", ["nvrtc", "nvcc"])
-def test_cuda_source_compiles_to_an_artifact(
-    source: cuda.Source, tool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_source_compiles_to_an_artifact(source: cuda.Source, tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if tool == "nvrtc" and not cuda.nvrtc_file():
         pytest.skip("NVRTC is not here")
     if tool == "nvcc":
@@ -400,6 +406,73 @@ def test_scratch_is_shared_by_name_and_order() -> None:
     assert scratches(launches) == [b, a]
     with pytest.raises(ValueError, match="'a' is named twice"):
         scratches([*launches, Launch(None, (1, 1, 1), {"u": Scratch("a", (5,))})])
+
+
+# On a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def _gpu_runner(kind: str, source: cuda.Source, n: int, **options: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A runner that scales: y = 3 x by Triton, y = 2 x + 6 by CUDA."""
+    dtype = torch.bfloat16 if kind == "triton" else torch.float32
+    x, y = torch.randint(-8, 8, (n,), device="cuda").to(dtype), torch.full((n,), torch.nan, device="cuda", dtype=dtype)
+    launch = _launch(n, **options) if kind == "triton" else _add(source, n, **options)
+    facts = {name: launch.args.get(name) for name in ("x", "weight", "y")}
+    call = Call("scale", device_of("cuda", 0), facts, {}, outputs=("y",))
+    backend: Any = tw_triton.TritonBackend() if kind == "triton" else cuda.CudaBackend()
+    return backend.prepare([launch], call), x, y
+
+
+def _right(kind: str, x: torch.Tensor, y: torch.Tensor) -> bool:
+    torch.cuda.synchronize()
+    return torch.equal(y, x * 3 if kind == "triton" else x * 2 + 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["triton", "cuda"])
+@pytest.mark.parametrize("where", ["here", "stream", "thread", "graph"])
+def test_gpu_kernels_run_on_the_current_stream_of_any_thread(kind: str, where: str, source: cuda.Source) -> None:
+    runner, x, y = _gpu_runner(kind, source, 1000)
+    assert isinstance(runner, cubin.CubinRunner)
+    torch.cuda.synchronize()
+    if where == "here":
+        runner([x, None, y])
+    elif where == "stream":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            runner([x, None, y])
+    elif where == "thread":  # a new thread has no current context yet
+        thread = threading.Thread(target=lambda: runner([x, None, y]))
+        thread.start()
+        thread.join()
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            runner([x, None, y])
+        torch.cuda.synchronize()
+        assert y.isnan().all()
+        graph.replay()
+    assert _right(kind, x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("cuda", {"shared": 100_000}), ("cuda", {"cluster": 2}), ("cuda", {"cluster": 8}), ("triton", {"num_ctas": 2})],
+)
+def test_gpu_launch_facts_take_effect(kind: str, options: dict[str, int], source: cuda.Source) -> None:
+    runner, x, y = _gpu_runner(kind, source, 1024, **options)
+    runner([x, None, y])
+    assert _right(kind, x, y)
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_that_cannot_be_loaded_says_why(source: cuda.Source) -> None:
+    with pytest.raises(cubin.LaunchError, match="300000 bytes of dynamic") as caught:
+        _gpu_runner("cuda", source, 8, shared=300_000)
+    assert not caught.value.sticky
+    launch = _add(source, 8)
+    short = dataclasses.replace(cuda.CudaBackend().compile(launch, device_of("cuda", 0)), parameters=())
+    with pytest.raises(cubin.LaunchError, match="takes parameters of"):
+        cubin.CubinRunner([short], [launch], Call("add", device_of("cuda", 0), {}, {}))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: dict[str, Path]) -> Non
     tracked = {
         p.relative_to(source).as_posix()
         for p in (source / "tilewright").rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
+        if p.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in p.relative_to(ROOT).parts)
     }
     assert tracked - set(names) == set()
     assert "tilewright/py.typed" in names

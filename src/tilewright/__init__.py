@@ -5,8 +5,11 @@
 >>> print(tw.explain(tw.rms_norm, x, w))
 """
 
+from typing import Any as _Any
+
 from tilewright import backends as _backends  # noqa: F401  first: kernels name their backends
 from tilewright.core.dispatch import explain
+from tilewright.core.dispatch import install_comparer as _install_comparer
 from tilewright.core.errors import (
     CheckFailed,
     InvalidArgument,
@@ -17,6 +20,7 @@ from tilewright.core.errors import (
     UnknownName,
     Unsupported,
 )
+from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
 from tilewright.ops.norm import (
     add_layer_norm,
@@ -30,6 +34,23 @@ from tilewright.ops.norm import (
 )
 
 __version__ = "0.1.0"
+
+
+def _prove(*args: _Any) -> _Any:
+    """The conformance engine is above the core, and loaded when a kernel is to be checked."""
+    from tilewright.verify.first_use import prove
+
+    return prove(*args)
+
+
+def _compare(*args: _Any) -> None:
+    from tilewright.verify.first_use import compare
+
+    compare(*args)
+
+
+_install_prover(_prove)
+_install_comparer(_compare)
 
 __all__ = [
     "CheckFailed",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import struct
 import threading
 import weakref
@@ -147,7 +148,11 @@ class LoadedKernel:
                 doing, library.cuModuleGetFunction(byref(self.function), self.module, c_char_p(self.symbol.encode()))
             )
             self._check_parameters(cuda, artifact)
-            static = c_int()
+            static, threads = c_int(), c_int()
+            cuda.check(doing, library.cuFuncGetAttribute(byref(threads), 0, self.function))
+            if math.prod(artifact.block) > threads.value:  # its registers do not fit: better said now than at a launch
+                wanted = f"{doing} for blocks of {artifact.block} threads where {threads.value} fit"
+                raise LaunchError(wanted, 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
             cuda.check(doing, library.cuFuncGetAttribute(byref(static), 1, self.function))
             if static.value + artifact.shared > 48 << 10:
                 cuda.check(doing, library.cuFuncSetCacheConfig(self.function, 1))  # prefer shared memory over L1
@@ -155,8 +160,7 @@ class LoadedKernel:
                     f"{doing} with {artifact.shared} bytes of dynamic and {static.value} of static shared memory",
                     library.cuFuncSetAttribute(self.function, 8, artifact.shared),
                 )
-            x, y, z = artifact.cluster
-            if x * y * z > 8:  # not every part runs clusters above 8: they must be asked for
+            if math.prod(artifact.cluster) > 8:  # not every part runs clusters above 8: they must be asked for
                 cuda.check(doing, library.cuFuncSetAttribute(self.function, 14, 1))
         except LaunchError:
             library.cuModuleUnload(self.module)
@@ -191,7 +195,7 @@ class LoadedKernel:
             cuda.library.cuCtxPopCurrent_v2(byref(old))
 
 
-_loaded: dict[tuple[bytes, str, int, int], LoadedKernel] = {}
+_loaded: dict[tuple[Any, ...], LoadedKernel] = {}
 _loading = threading.Lock()
 
 
@@ -200,7 +204,8 @@ def load(artifact: Artifact, index: int, owner: CubinRunner) -> LoadedKernel:
 
     Keyed by the image and not by the kernel's name: same-named kernels never run each other's code.
     """
-    key = (hashlib.sha256(artifact.image).digest(), artifact.symbol, artifact.shared, index)
+    digest = hashlib.sha256(artifact.image).digest()
+    key = (digest, artifact.symbol, artifact.block, artifact.shared, artifact.cluster, artifact.parameters, index)
     with _loading:
         if key not in _loaded:
             # Here and not in a finalizer: unloading may wait for the device and would spoil a CUDA graph's capture,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tilewright.backends.cubin import CubinRunner
+from tilewright.core import artifacts
 from tilewright.core.backend import Artifact, Backend, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
@@ -135,7 +136,7 @@ class CudaBackend(Backend):
 
 def _cached(key: str, build: Callable[[], Artifact]) -> Artifact:
     """The one place where artifacts of this backend come from."""
-    return build()
+    return artifacts.cached(f"cuda {key}", build)
 
 
 def arch_of(device: Device) -> str:
@@ -222,9 +223,7 @@ class Nvrtc:
     def compile(self, source: str, name: str, flags: Sequence[str]) -> bytes:
         program = c_void_p()
         text = c_char_p(source.encode())
-        self._check(
-            self.library.nvrtcCreateProgram(byref(program), text, c_char_p(name.encode()), 0, None, None), name
-        )
+        self._check(self.library.nvrtcCreateProgram(byref(program), text, c_char_p(name.encode()), 0, None, None), name)
         try:
             array = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
             code = self.library.nvrtcCompileProgram(program, len(flags), array)

@@ -21,6 +21,7 @@ from typing import Any
 
 from tilewright.backends import cuda
 from tilewright.backends.cubin import CubinRunner
+from tilewright.core import artifacts
 from tilewright.core.backend import Artifact, Backend, Parameter, Runner
 from tilewright.core.call import Call
 from tilewright.core.device import Device
@@ -108,15 +109,15 @@ def installed() -> str:
 
 def _cached(key: str, build: Callable[[], Artifact]) -> Artifact:
     """The one place where artifacts of this backend come from."""
-    return build()
+    return artifacts.cached(f"tilelang {key}", build)
 
 
 def _build(launch: Launch, device: Device) -> Artifact:
     lowered = lower(launch, device)
     symbol = lowered.symbol
-    options = ("-w",)  # TileLang's templates use names that CUDA 13 deprecates
+    options: tuple[str, ...] = ("-w",)  # TileLang's templates use names that CUDA 13 deprecates
     if cuda.nvrtc_file():
-        options = ("-w",)
+        options += ("-default-device",)  # the templates' headers leave out the qualifiers of some functions
     image = cuda.compile_source(
         lowered.source, cuda.arch_of(device), symbol=symbol, options=options, include=template_folders()
     )

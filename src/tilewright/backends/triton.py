@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tilewright.backends.cubin import CubinRunner
+from tilewright.core import artifacts
 from tilewright.core.backend import Artifact, Backend, Buffers, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
@@ -118,7 +119,7 @@ class TritonBackend(Backend):
 
 def _cached(key: str, build: Callable[[], Artifact]) -> Artifact:
     """The one place where artifacts of this backend come from."""
-    return build()
+    return artifacts.cached(f"triton {key}", build)
 
 
 class _Compilation:
@@ -143,19 +144,20 @@ class _Compilation:
         attributes: dict[tuple[int], list[list[object]]] = {}
         self.parameters: list[Parameter] = []
         for i, parameter in enumerate(function.params):
-            value = launch.args.get(parameter.name)
+            name, value = parameter.name, launch.args.get(parameter.name)
+            if parameter.is_constexpr and name in launch.args:
+                raise TypeError(f"{function.__name__}: {name} is tl.constexpr: pass it in `constants`")
             if value is None:
                 # An absent argument is the constant None, as it is in Triton's own launch: code that tests a flag or
                 # `is not None` compiles without it, and code that follows it does not compile at all.
-                if parameter.is_constexpr and parameter.name in launch.args:
-                    raise TypeError(f"{function.__name__}: {parameter.name} is tl.constexpr: pass it in `constants`")
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = launch.constants.get(parameter.name)
+                signature[name], constants[name] = "constexpr", launch.constants.get(name)
                 continue
-            signature[parameter.name], kind, multiple = _typed(value)
-            self.parameters.append(Parameter(kind, parameter.name))
-            specialized = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-            if multiple and (specialized or (kind == "pointer" and not parameter.do_not_specialize_on_alignment)):
+            try:
+                signature[name], kind, multiple = _typed(value)
+            except KeyError as dtype:
+                raise TypeError(f"{function.__name__}: {name} has dtype {dtype}, which Triton lacks") from None
+            self.parameters.append(Parameter(kind, name))
+            if multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         self.source = ASTSource(function, signature, constants, attributes)
         self.target = _target(device)

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,7 +26,9 @@ import platformdirs
 log = logging.getLogger("tilewright")
 FORMAT = 1
 LIMIT_BYTES = 2 << 30
-"""Beyond this the oldest entries of artifacts are dropped."""
+"""Beyond this the artifacts used longest ago are dropped."""
+LEFTOVER_SECONDS = 24 * 3600.0
+"""No write and no build takes this long: older temporary files, and locks without an entry, belong to nobody."""
 
 
 class Cache:
@@ -89,8 +92,15 @@ class Cache:
         payload = self.load(kind, key)
         if payload is None:
             return {}
-        value = json.loads(payload)
+        try:
+            value = json.loads(payload)
+        except ValueError:
+            return {}
         return value if isinstance(value, dict) else {}
+
+    def touch(self, kind: str, key: str) -> None:
+        """Mark an entry as used, so that `trim` drops it late."""
+        with_suppressed(os.utime, self._file(kind, key))
 
     @contextmanager
     def locked(self, kind: str, key: str, timeout: float = 60.0) -> Iterator[None]:
@@ -101,7 +111,10 @@ class Cache:
             self._folder(path.parent)
             lock = filelock.FileLock(path)
             lock.acquire(timeout=timeout)
-        except (OSError, filelock.Timeout) as error:
+        except filelock.Timeout:
+            log.warning("%s has been locked by another process for %.0f s: going on without the lock", path, timeout)
+            lock = None
+        except OSError as error:
             self._degrade(error)
             lock = None
         try:
@@ -127,8 +140,15 @@ class Cache:
         return count, size, bad
 
     def trim(self, kind: str = "artifacts", limit: int = LIMIT_BYTES) -> None:
-        """Drop the oldest entries of `kind` until the rest fits."""
+        """Drop the entries of `kind` used longest ago until the rest fits, and what killed processes left behind."""
         found = []
+        old = time.time() - LEFTOVER_SECONDS
+        for path in (*self.root.glob(f"{kind}/.new-*"), *self.root.glob(f"{kind}/*.lock")):
+            try:
+                if path.stat().st_mtime < old and not path.with_suffix(".entry").exists():
+                    path.unlink()
+            except OSError:
+                continue
         for path in self.root.glob(f"{kind}/*.entry"):
             try:
                 facts = path.stat()

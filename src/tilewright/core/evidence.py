@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -90,12 +90,19 @@ def find(kernel: Kernel, config: Config, layout: str, arch: str) -> Verdict | No
 
 def record(kernel: Kernel, config: Config, layout: str, arch: str, verdict: Verdict) -> None:
     """Keep a verdict: on disk, and in memory where the disk does not take it."""
-    group, entry = _group(kernel, arch), _entry(config, layout)
-    _memory[group, entry] = verdict
-    if verdict.passed is not None:
-        facts = dataclasses.asdict(verdict)
-        facts.pop("shipped")
-        disk().update("evidence", group, lambda known: known.__setitem__(entry, facts))
+    record_many(kernel, arch, {(config, layout): verdict})
+
+
+def record_many(kernel: Kernel, arch: str, verdicts: Mapping[tuple[Config, str], Verdict]) -> None:
+    """Keep verdicts of one kernel by (config, layout class), in one write."""
+    group = _group(kernel, arch)
+    found = {_entry(config, layout): verdict for (config, layout), verdict in verdicts.items()}
+    _memory.update({(group, entry): verdict for entry, verdict in found.items()})
+    kept = {entry: dataclasses.asdict(v) for entry, v in found.items() if v.passed is not None}
+    if kept:
+        for facts in kept.values():
+            facts.pop("shipped")
+        disk().update("evidence", group, lambda known: known.update(kept))
     bump()
 
 

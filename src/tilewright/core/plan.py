@@ -21,8 +21,11 @@ Run = Callable[..., list[Any]]
 """Called with the op's tensors in order; returns its outputs (None where skipped), then what it saved."""
 
 
-def bind(kernel: Kernel, config: Config, call: Call) -> Run:
-    """The kernel, ready to run calls with exactly these facts. Compiles what is not compiled yet."""
+def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) -> Run:
+    """The kernel, ready to run calls with exactly these facts. Compiles what is not compiled yet.
+
+    `poison`: fill outputs and scratch with NaN first, so that what is not written shows (checks ask for it).
+    """
     op = registry.op(call.op)
     if kernel.backend == "reference":
         names, options, saving = op.tensors, dict(call.options), call.saving
@@ -39,6 +42,8 @@ def bind(kernel: Kernel, config: Config, call: Call) -> Run:
     # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
     padding = [None] * (len(call.tensors) - len(inputs) - len(results))
     extra = [_allocator(s.facts, call) for s in scratches(launches)]
+    if poison:
+        allocate, extra = [_poisoned(a) for a in allocate], [_poisoned(a) for a in extra]
 
     def run(*tensors: Tensor | None) -> list[Any]:
         made = [a(tensors) for a in allocate]
@@ -68,3 +73,13 @@ def _allocator(facts: TensorFacts | None, call: Call) -> Callable[[Sequence[Tens
     shape, dtype = facts.shape, facts.dtype
     like = next(i for i, n in enumerate(op.tensors) if call.tensors[n] is not None)
     return lambda tensors: tensors[like].new_empty(shape, dtype=dtype)  # type: ignore[union-attr]
+
+
+def _poisoned(allocate: Callable[[Sequence[Tensor | None]], Tensor | None]) -> Callable[..., Tensor | None]:
+    def allocate_poisoned(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        made = allocate(tensors)
+        if made is not None:
+            made.reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+        return made
+
+    return allocate_poisoned

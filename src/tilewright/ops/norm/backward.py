@@ -117,10 +117,10 @@ def _add_saved_layer(t: dict[str, Any], o: Mapping[str, Any]) -> None:
 
 
 def _scale_layer_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    x, r, m = t["x"], t["rstd"].unsqueeze(-1), t["mean"].unsqueeze(-1)
+    x, r = t["x"], t["rstd"].unsqueeze(-1)
     dy = t["dy"] if t.get("dy") is not None else torch.zeros_like(x)
     e = (dy * t["weight"] if t.get("weight") is not None else dy).abs()
-    n = (x.abs() + m.abs()) * r
+    n = (x.abs() + x.abs().mean(-1, keepdim=True)) * r
     dx = r * (e + e.mean(-1, keepdim=True) + n * (e * n).mean(-1, keepdim=True))
     dx = dx + t["dh"].abs() if t.get("dh") is not None else dx
     total = lambda v: v.reshape(-1, x.shape[-1]).sum(0)  # noqa: E731

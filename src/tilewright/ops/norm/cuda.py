@@ -56,32 +56,30 @@ def fits_backward(call: Call) -> Iterable[Reason]:
 # Forward ----------------------------------------------------------------------------------------------------------
 
 
+FORWARD_SPREADS = ((512, 4, 0, 3), (512, 4, 1, 3), (512, 4, 2, 2), (256, 4, 0, 6), (512, 8, 0, 1), (1024, 4, 0, 1))
+"""Threads a block, most packets of 16 bytes a thread, stages, blocks a multiprocessor."""
+
+
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Ways to spread a row, best guess first; empty where none fits."""
+    found = [config for spread in FORWARD_SPREADS if (config := forward_config(call, *spread))]
+    return tuple(dict.fromkeys(found))[:4]
+
+
+def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas: int) -> Config | None:
+    """A row over as few blocks as hold it with `per_thread` packets a thread; None where that does not fit."""
     x: TensorFacts = call.x
     inputs = 2 if call.has("residual") else 1
-    aligned = _vector(call) == _per_packet(x)
-    found: list[Config] = []
-    for threads, per_thread, stages, ctas in (
-        (512, 4, 0, 3),
-        (512, 4, 1, 3),
-        (512, 4, 2, 2),
-        (256, 4, 0, 6),
-        (512, 4, 0, 2),
-        (512, 8, 0, 1),
-        (1024, 4, 0, 1),
-    ):
-        cluster = _cluster(x, threads * per_thread)
-        slice_ = math.ceil(_packets(x) / cluster)
-        held = math.ceil(slice_ / threads) * (1 if stages else inputs)  # packets of 4 registers
-        fits = (
-            cluster <= MAX_CLUSTER
-            and 4 * held + 24 <= _registers(threads, ctas)
-            and ctas * (stages * inputs * slice_ * 16 + STATIC_BYTES) <= SHARED_BYTES
-        )
-        if fits and (aligned or not stages):
-            found.append(Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas))
-    return tuple(found[:4])
+    cluster = _cluster(x, threads * per_thread)
+    share = math.ceil(_packets(x) / cluster)
+    held = math.ceil(share / threads) * (1 if stages else inputs)  # packets of 4 registers
+    fits = (
+        cluster <= MAX_CLUSTER
+        and 4 * held + 24 <= _registers(threads, ctas)
+        and ctas * (stages * inputs * share * 16 + STATIC_BYTES) <= SHARED_BYTES
+        and (stages == 0 or _vector(call) == _per_packet(x))
+    )
+    return Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas) if fits else None
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -91,7 +89,7 @@ def forward(call: Call, config: Config) -> Launch:
     residual, pre_bias = call.tensors.get("residual"), call.tensors.get("pre_bias")
     weight, bias = call.tensors.get("weight"), call.tensors.get("bias")
     clusters = _clusters(call, config) if config.stages else x.rows
-    slice_ = math.ceil(_packets(x) / config.cluster)
+    share = math.ceil(_packets(x) / config.cluster)
     inputs = 1 if residual is None else 2
     args: dict[str, Argument] = {
         "x": x,
@@ -134,7 +132,7 @@ def forward(call: Call, config: Config) -> Launch:
         },
         {
             "block": config.threads,
-            "shared": config.stages * inputs * slice_ * 16,
+            "shared": config.stages * inputs * share * 16,
             "cluster": (config.cluster, 1, 1),
         },
     )
@@ -146,20 +144,25 @@ SUMS = ("dweight", "dbias", "dpre_bias")
 """The gradients that are sums over rows, in the order of the partial sums."""
 
 
+BACKWARD_SPREADS = ((512, 16, 4, 2), (1024, 16, 4, 1), (512, 32, 4, 1), (256, 16, 4, 4), (256, 32, 4, 2))
+"""Threads a block, most columns a thread, most stages, blocks a multiprocessor."""
+
+
 def backward_configs(call: Call) -> tuple[Config, ...]:
     """Ways to spread a row and its column sums, best guess first; empty where none fits."""
+    found = [config for spread in BACKWARD_SPREADS if (config := backward_config(call, *spread))]
+    return tuple(dict.fromkeys(found))[:4]
+
+
+def backward_config(call: Call, threads: int, columns: int, stages: int, ctas: int) -> Config | None:
+    """A row over as few blocks as hold it with `columns` a thread; None where registers or shared memory do not do."""
     x: TensorFacts = call.x
-    inputs = 3 if call.has("dh") else 2
-    sums = sum(call.has(name) for name in SUMS)
-    found: list[Config] = []
-    for threads, columns, ctas in ((512, 16, 2), (1024, 16, 1), (512, 32, 1), (256, 16, 4), (256, 32, 2)):
-        cluster = _cluster(x, threads * columns // _per_packet(x))
-        slice_ = math.ceil(_packets(x) / cluster)
-        kept = math.ceil(slice_ / threads) * _per_packet(x) * sums
-        stages = min(4, (SHARED_BYTES // ctas - STATIC_BYTES) // (inputs * slice_ * 16))
-        if cluster <= MAX_CLUSTER and stages and kept + 30 <= _registers(threads, ctas):
-            found.append(Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas))
-    return tuple(found[:4])
+    cluster = _cluster(x, threads * columns // _per_packet(x))
+    share = math.ceil(_packets(x) / cluster)
+    kept = math.ceil(share / threads) * _per_packet(x) * sum(call.has(name) for name in SUMS)
+    stages = min(stages, (SHARED_BYTES // ctas - STATIC_BYTES) // ((3 if call.has("dh") else 2) * share * 16))
+    fits = cluster <= MAX_CLUSTER and stages > 0 and kept + 30 <= _registers(threads, ctas)
+    return Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas) if fits else None
 
 
 def rms_backward(call: Call, config: Config) -> tuple[Launch, ...]:
@@ -177,7 +180,7 @@ def _backward(call: Call, config: Config, *, centered: bool) -> tuple[Launch, ..
     weight, dh = call.tensors.get("weight"), call.tensors.get("dh")
     sums: list[TensorFacts] = [call[name] for name in SUMS if call.has(name)]
     clusters = _clusters(call, config)
-    slice_ = math.ceil(_packets(x) / config.cluster)
+    share = math.ceil(_packets(x) / config.cluster)
     partial = Scratch("partial_sums", (len(sums), clusters, x.columns)) if sums else None
     args: dict[str, Argument] = {
         "dy": call.dy,
@@ -217,7 +220,7 @@ def _backward(call: Call, config: Config, *, centered: bool) -> tuple[Launch, ..
         },
         {
             "block": config.threads,
-            "shared": config.stages * (2 if dh is None else 3) * slice_ * 16,
+            "shared": config.stages * (2 if dh is None else 3) * share * 16,
             "cluster": (config.cluster, 1, 1),
         },
     )

@@ -161,12 +161,12 @@ def _check_layer(call: Call) -> None:
 
 def _scale_layer(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
     h = t["h"] if "h" in t else t["x"]
-    mean, rstd = t["mean"], t["rstd"]
-    # a mean of large numbers carries their rounding, and the deviation and rstd with it
-    y = (h.abs() + mean.abs().unsqueeze(-1)) * rstd.unsqueeze(-1)
+    rstd = t["rstd"]
+    # the mean carries the rounding of all its terms, and the deviation and rstd carry the mean's
+    size = h.abs().mean(-1)
+    y = (h.abs() + size.unsqueeze(-1)) * rstd.unsqueeze(-1)
     y = y * t["weight"].abs() if t.get("weight") is not None else y
     y = y + t["bias"].abs() if t.get("bias") is not None else y
-    size = h.abs().mean(-1)
     found = {"y": y, "mean": size, "rstd": rstd * (1 + size * rstd)}
     if "residual" in t:
         terms = t["x"].abs() + t["residual"].abs()

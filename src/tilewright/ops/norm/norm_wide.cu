@@ -33,20 +33,25 @@ static_assert(STAGES == 0 || ALIGNED, "bulk copies need aligned rows");
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0, "sums over a block halve it");
 
 __device__ __forceinline__ Packet load_row(const char* at, int left) {
-    if constexpr (ALIGNED) return load_streaming(at);
-    return load_pieces<VECTOR * Element::bytes>(at, (long long)left * Element::bytes);
+    if constexpr (ALIGNED) {
+        return load_streaming(at);
+    } else {
+        return load_pieces<VECTOR * Element::bytes>(at, (long long)left * Element::bytes);
+    }
 }
 
 __device__ __forceinline__ void store_row(char* at, const Packet& packet, int left) {
-    if constexpr (ALIGNED) return store(at, packet);
-    store_pieces<VECTOR * Element::bytes>(at, packet, (long long)left * Element::bytes);
+    if constexpr (ALIGNED) {
+        store(at, packet);
+    } else {
+        store_pieces<VECTOR * Element::bytes>(at, packet, (long long)left * Element::bytes);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
-    const char* x, const char* residual, const char* pre_bias,
-    const char* weight, const char* bias, char* y, char* h,
-    float* mean_out, float* rstd_out, long long rows, long long x_stride,
-    long long residual_stride, float eps, float weight_offset) {
+    const char* x, const char* residual, const char* pre_bias, const char* weight, const char* bias, char* y, char* h,
+    float* mean_out, float* rstd_out, long long rows, long long x_stride, long long residual_stride, float eps,
+    float weight_offset) {
     extern __shared__ __align__(128) char stages[];
     __shared__ float sums[2][WARPS][1];
     __shared__ float squares[2][WARPS][1];

@@ -12,6 +12,36 @@ import tilelang.language as T
 from tilewright.ops.norm.tilelang_programs import F32, dense, f32, line, load_line, load_rows, tile
 
 
+def normalised(kind: str, value: Any, mean: Any, rstd: Any) -> Any:
+    """n, the row before its weight. What `l2_norm` saves is that already."""
+    if kind == "l2":
+        return f32(value)
+    return ((f32(value) - mean) if kind == "layer" else f32(value)) * rstd
+
+
+def weighted(kind: str, value: Any, weight: Any, weight_offset: Any) -> Any:
+    """e = dy * w."""
+    if weight is None:
+        return f32(value)
+    return f32(value) * (f32(weight) + weight_offset if kind == "rms" else f32(weight))
+
+
+@T.macro
+def store_sum(partial, sums, columns, rows, first, at_row, columns_like):  # type: ignore[no-untyped-def]
+    """One row of partial sums: those of the block's groups of threads, added up."""
+    if rows == 1:
+        for i, j in T.Parallel(*sums.shape):
+            if first + j < columns:
+                partial[dense(columns, at_row, first + j)] = sums[i, j]
+    else:
+        whole = T.alloc_fragment((sums.shape[1],), F32)
+        T.annotate_layout({whole: columns_like})
+        T.reduce_sum(sums, whole, dim=0)
+        for j in T.Parallel(sums.shape[1]):
+            if first + j < columns:
+                partial[dense(columns, at_row, first + j)] = whole[j]
+
+
 def backward(
     *, columns: int, dtype: str, dy_layout: str | None, x_layout: str, weight_layout: str | None, weight_dtype: str,
     dh_layout: str | None, kind: str, cast_before_weight: bool, dx_needed: bool, sums: tuple[str, ...], keep: bool,
@@ -29,14 +59,6 @@ def backward(
     rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
     means = dy_layout is not None and (dx_needed or "pre_bias" in sums)
     n = T.dynamic("n", "int64")
-
-    def normalised(value: Any, mean: Any, rstd: Any) -> Any:
-        return f32(value) if kind == "l2" else ((f32(value) - mean) if kind == "layer" else f32(value)) * rstd
-
-    def weighted(value: Any, weight: Any, weight_offset: Any) -> Any:
-        if weight is None:
-            return f32(value)
-        return f32(value) * (f32(weight) + weight_offset if kind == "rms" else f32(weight))
 
     @T.prim_func
     def norm_backward(
@@ -64,7 +86,7 @@ def backward(
         dh_outer: T.int64,
         dh_stride: T.int64,
         dh_step: T.int64,
-        one: T.int64,
+        weight_step: T.int64,
     ):
         with T.Kernel(programs, threads=R * lanes) as block:
             xs = T.alloc_fragment((R, width), dtype)
@@ -85,7 +107,7 @@ def backward(
                 ws = T.alloc_fragment((width,), weight_dtype)
                 T.annotate_layout({ws: columns_like})
                 if held:
-                    load_line(ws, weight, weight_layout, C, 0, one)
+                    load_line(ws, weight, weight_layout, C, 0, weight_step)
             if "weight" in sums:
                 weight_sum = T.alloc_fragment((R, width), F32)
                 T.annotate_layout({weight_sum: rows_like})
@@ -121,10 +143,10 @@ def backward(
                             if not held:
                                 load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                                 if weight_layout is not None:
-                                    load_line(ws, weight, weight_layout, C, k * width, one)
+                                    load_line(ws, weight, weight_layout, C, k * width, weight_step)
                             for i, j in T.Parallel(R, width):
                                 terms[i, j] += weighted(
-                                    dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                                    kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
                                 )
                         T.reduce_sum(terms, mean_e, dim=1)
                         for i in T.Parallel(R):
@@ -135,10 +157,10 @@ def backward(
                             load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
                             load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                             if weight_layout is not None:
-                                load_line(ws, weight, weight_layout, C, k * width, one)
+                                load_line(ws, weight, weight_layout, C, k * width, weight_step)
                         for i, j in T.Parallel(R, width):
-                            product = normalised(xs[i, j], row_mean[i], row_rstd[i]) * weighted(
-                                dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                            product = normalised(kind, xs[i, j], row_mean[i], row_rstd[i]) * weighted(
+                                kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
                             )
                             # a padded column of a row whose statistics are not finite is no number either
                             terms[i, j] += T.if_then_else(k * width + j < C, product, T.float32(0))
@@ -151,18 +173,18 @@ def backward(
                             load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
                             load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                             if weight_layout is not None:
-                                load_line(ws, weight, weight_layout, C, k * width, one)
+                                load_line(ws, weight, weight_layout, C, k * width, weight_step)
                         if dh_layout is not None:
                             load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, k * width, dh_place)
                     if dx_needed or "pre_bias" in sums:
                         for i, j in T.Parallel(R, width):
                             value = T.float32(0)
                             if dy_layout is not None:
-                                value = weighted(dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
+                                value = weighted(kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
                                 if kind == "layer":
                                     value = value - mean_e[i]
                                 value = (
-                                    value - normalised(xs[i, j], row_mean[i], row_rstd[i]) * mean_en[i]
+                                    value - normalised(kind, xs[i, j], row_mean[i], row_rstd[i]) * mean_en[i]
                                 ) * row_rstd[i]
                             terms[i, j] = value + f32(dhs[i, j]) if dh_layout is not None else value
                     if dx_needed:
@@ -174,7 +196,7 @@ def backward(
                             pre_bias_sum[i, j] += terms[i, j]
                     if dy_layout is not None and "weight" in sums:
                         for i, j in T.Parallel(R, width):
-                            value = normalised(xs[i, j], row_mean[i], row_rstd[i])
+                            value = normalised(kind, xs[i, j], row_mean[i], row_rstd[i])
                             if cast_before_weight:
                                 value = f32(T.Cast(dtype, value))
                             weight_sum[i, j] += f32(dys[i, j]) * value
@@ -187,20 +209,137 @@ def backward(
                             row_means[first_row + i] = mean_en[i]
                             if kind == "layer":
                                 row_means[T.Cast("int64", rows) + first_row + i] = mean_e[i]
-            for i, j in T.Parallel(R, width):
-                if j < C:
-                    if "weight" in sums:
-                        partial[dense(C, block * R + i, j)] = weight_sum[i, j]
-            for i, j in T.Parallel(R, width):
-                if j < C:
-                    if "bias" in sums:
-                        partial[dense(C, (sums.index("bias") * programs + block) * R + i, j)] = bias_sum[i, j]
-            for i, j in T.Parallel(R, width):
-                if j < C:
-                    if "pre_bias" in sums:
-                        partial[dense(C, (sums.index("pre_bias") * programs + block) * R + i, j)] = pre_bias_sum[i, j]
+            if "weight" in sums:
+                store_sum(partial, weight_sum, C, R, 0, sums.index("weight") * programs + block, columns_like)
+            if "bias" in sums:
+                store_sum(partial, bias_sum, C, R, 0, sums.index("bias") * programs + block, columns_like)
+            if "pre_bias" in sums:
+                store_sum(partial, pre_bias_sum, C, R, 0, sums.index("pre_bias") * programs + block, columns_like)
 
     return norm_backward
+
+
+def partial_columns(
+    *, columns: int, dtype: str, dy_layout: str | None, x_layout: str, weight_layout: str | None, weight_dtype: str,
+    dh_layout: str | None, kind: str, cast_before_weight: bool, sums: tuple[str, ...], vec: int, lanes: int,
+    block_rows: int,
+) -> Any:  # fmt: skip
+    """Partial sums over rows for rows that are too wide for registers: a block keeps to `lanes` vectors of columns.
+
+    "pre_bias" sums dx before its rounding, from the two means that `backward(keep=True)` left for each row.
+    """
+    C, R = columns, block_rows
+    width = vec * lanes
+    rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    n = T.dynamic("n", "int64")
+
+    @T.prim_func
+    def norm_partial_columns(
+        dy: T.Tensor((n,), dtype),
+        x: T.Tensor((n,), dtype),
+        weight: T.Tensor((n,), weight_dtype),
+        mean: T.Tensor((n,), F32),
+        rstd: T.Tensor((n,), F32),
+        dh: T.Tensor((n,), dtype),
+        partial: T.Tensor((n,), F32),
+        row_means: T.Tensor((n,), F32),
+        rows: T.int32,
+        programs: T.int32,
+        weight_offset: T.float32,
+        dy_inner: T.int32,
+        dy_outer: T.int64,
+        dy_stride: T.int64,
+        dy_step: T.int64,
+        x_inner: T.int32,
+        x_outer: T.int64,
+        x_stride: T.int64,
+        x_step: T.int64,
+        dh_inner: T.int32,
+        dh_outer: T.int64,
+        dh_stride: T.int64,
+        dh_step: T.int64,
+        weight_step: T.int64,
+    ):
+        with T.Kernel(T.ceildiv(C, width), programs, threads=R * lanes) as (column_block, block):
+            xs = T.alloc_fragment((R, width), dtype)
+            dys = T.alloc_fragment((R, width), dtype)
+            row_mean = T.alloc_fragment((R,), F32)
+            row_rstd = T.alloc_fragment((R,), F32)
+            T.annotate_layout({xs: rows_like, dys: rows_like})
+            dy_place = (dy_inner, dy_outer, dy_stride, dy_step)
+            x_place = (x_inner, x_outer, x_stride, x_step)
+            if "weight" in sums:
+                weight_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({weight_sum: rows_like})
+                T.clear(weight_sum)
+            if "bias" in sums:
+                bias_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({bias_sum: rows_like})
+                T.clear(bias_sum)
+            if "pre_bias" in sums:
+                pre_bias_sum = T.alloc_fragment((R, width), F32)
+                T.annotate_layout({pre_bias_sum: rows_like})
+                T.clear(pre_bias_sum)
+                mean_e = T.alloc_fragment((R,), F32)
+                mean_en = T.alloc_fragment((R,), F32)
+                dh_place = (dh_inner, dh_outer, dh_stride, dh_step)
+                if dh_layout is not None:
+                    dhs = T.alloc_fragment((R, width), dtype)
+                    T.annotate_layout({dhs: rows_like})
+                if weight_layout is not None:
+                    ws = T.alloc_fragment((width,), weight_dtype)
+                    T.annotate_layout({ws: columns_like})
+                    load_line(ws, weight, weight_layout, C, column_block * width, weight_step)
+            for turn in T.serial(T.ceildiv(rows - block * R, programs * R)):
+                first_row = (turn * programs + block) * R
+                if dy_layout is not None:
+                    for i in T.Parallel(R):
+                        row_rstd[i] = T.float32(0)
+                        row_mean[i] = T.float32(0)
+                        if first_row + i < rows:
+                            row_rstd[i] = rstd[first_row + i]
+                            if kind == "layer":
+                                row_mean[i] = mean[first_row + i]
+                    load_rows(xs, x, x_layout, vec, C, first_row, rows, column_block * width, x_place)
+                    load_rows(dys, dy, dy_layout, vec, C, first_row, rows, column_block * width, dy_place)
+                    if "weight" in sums:
+                        for i, j in T.Parallel(R, width):
+                            value = normalised(kind, xs[i, j], row_mean[i], row_rstd[i])
+                            if cast_before_weight:
+                                value = f32(T.Cast(dtype, value))
+                            weight_sum[i, j] += f32(dys[i, j]) * value
+                    if "bias" in sums:
+                        for i, j in T.Parallel(R, width):
+                            bias_sum[i, j] += f32(dys[i, j])
+                    if "pre_bias" in sums:
+                        for i in T.Parallel(R):
+                            mean_e[i] = T.float32(0)
+                            mean_en[i] = T.float32(0)
+                            if first_row + i < rows:
+                                mean_en[i] = row_means[first_row + i]
+                                if kind == "layer":
+                                    mean_e[i] = row_means[T.Cast("int64", rows) + first_row + i]
+                        for i, j in T.Parallel(R, width):
+                            value = weighted(kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
+                            if kind == "layer":
+                                value = value - mean_e[i]
+                            value = (
+                                value - normalised(kind, xs[i, j], row_mean[i], row_rstd[i]) * mean_en[i]
+                            ) * row_rstd[i]
+                            pre_bias_sum[i, j] += value
+                if dh_layout is not None and "pre_bias" in sums:
+                    load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, column_block * width, dh_place)
+                    for i, j in T.Parallel(R, width):
+                        pre_bias_sum[i, j] += f32(dhs[i, j])
+            first = column_block * width
+            if "weight" in sums:
+                store_sum(partial, weight_sum, C, R, first, sums.index("weight") * programs + block, columns_like)
+            if "bias" in sums:
+                store_sum(partial, bias_sum, C, R, first, sums.index("bias") * programs + block, columns_like)
+            if "pre_bias" in sums:
+                store_sum(partial, pre_bias_sum, C, R, first, sums.index("pre_bias") * programs + block, columns_like)
+
+    return norm_partial_columns
 
 
 def reduce_columns(*, columns: int, dtypes: tuple[str, ...], lanes: int, depth: int) -> Any:

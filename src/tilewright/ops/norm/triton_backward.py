@@ -110,7 +110,6 @@ def norm_backward_rows(
             normal = _normalised(value, centre, root, CENTER, STORED)
             if not EVEN:
                 normal = tl.where(inside, normal, 0.0)
-            scaled = upstream * scale if HAS_WEIGHT else upstream
             if NEEDS_DWEIGHT:
                 if CAST:
                     dweight += upstream * normal.to(x.dtype.element_ty).to(tl.float32)
@@ -118,6 +117,7 @@ def norm_backward_rows(
                     dweight += upstream * normal
             if NEEDS_DBIAS:
                 dbias += upstream
+            scaled = upstream * scale if HAS_WEIGHT else upstream
             if NEEDS_DX or NEEDS_DPRE_BIAS:
                 if CENTER:
                     if DOTS:
@@ -142,16 +142,14 @@ def norm_backward_rows(
             dpre_bias += gradient if EVEN else tl.where(inside, gradient, 0.0)
         if NEEDS_DX:
             store_tile(dx + rows * total_columns + columns, gradient, mask, MASKED)
-    out = tl.reshape(columns, [CHUNKS, LANES])
-    in_range = out < total_columns
     if NEEDS_DWEIGHT:
-        store_tile(partials + program * total_columns + out, tl.sum(dweight, axis=0), in_range, not EVEN)
+        store_tile(partials + program * total_columns + columns, tl.sum(dweight, axis=0, keep_dims=True), inside, not EVEN)
     if NEEDS_DBIAS:
         place = (NEEDS_DWEIGHT * programs + program) * total_columns
-        store_tile(partials + place + out, tl.sum(dbias, axis=0), in_range, not EVEN)
+        store_tile(partials + place + columns, tl.sum(dbias, axis=0, keep_dims=True), inside, not EVEN)
     if NEEDS_DPRE_BIAS:
         place = ((NEEDS_DWEIGHT + NEEDS_DBIAS) * programs + program) * total_columns
-        store_tile(partials + place + out, tl.sum(dpre_bias, axis=0), in_range, not EVEN)
+        store_tile(partials + place + columns, tl.sum(dpre_bias, axis=0, keep_dims=True), inside, not EVEN)
 
 
 @triton.jit(do_not_specialize=["total_rows", "x_inner", "dy_inner"])

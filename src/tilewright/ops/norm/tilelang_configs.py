@@ -1,0 +1,68 @@
+"""How many threads share a row in the TileLang norm kernels, best guess first. Needs no TileLang.
+
+Keys: `lanes` threads a row; `rows` rows a block at a time; `tiles` walks a row in that many tiles (1: registers hold
+it); `per_sm` persistent blocks a multiprocessor (backward).
+"""
+
+from __future__ import annotations
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Config
+
+MAX_LANES = 1024
+
+
+def vector(facts: TensorFacts) -> int:
+    """Elements of one access: the widest up to 16 bytes that divides the row."""
+    width = 16 // facts.dtype.itemsize
+    while facts.columns % width:
+        width //= 2
+    return width
+
+
+def _lanes(columns: int, vec: int, held: int) -> int:
+    """Threads a row, a power of 2, so that each holds about `held` elements."""
+    wanted = -(-columns // max(held, vec))
+    return min(MAX_LANES, 1 << max(wanted - 1, 0).bit_length())
+
+
+def _unique(configs: list[Config]) -> tuple[Config, ...]:
+    return tuple(dict.fromkeys(configs))
+
+
+def forward_configs(call: Call) -> tuple[Config, ...]:
+    x: TensorFacts = call.x
+    vec, columns = vector(x), x.columns
+    if columns > 32 * MAX_LANES:
+        return tuple(
+            Config(lanes=lanes, rows=1, tiles=-(-columns // (lanes * held)))
+            for lanes, held in ((512, 32), (1024, 16), (1024, 32))
+        )
+    found = []
+    for held, threads in ((32, 128), (16, 256), (16, 128), (8, 256), (32, 256)):
+        lanes = _lanes(columns, vec, held)
+        found.append(Config(lanes=lanes, rows=max(1, threads // lanes), tiles=1))
+    return _unique(found)
+
+
+def backward_configs(call: Call) -> tuple[Config, ...]:
+    x: TensorFacts = call.y if call.op == "l2_norm_backward" else call.x
+    vec, columns = vector(x), x.columns
+    sums = sum(call.has(name) for name in ("dweight", "dbias", "dpre_bias"))
+    # Registers of a thread for each element that it holds: the inputs in their own dtype, the sums in float32.
+    words = 3 * x.dtype.itemsize / 4 + 1 + sums + (x.dtype.itemsize / 4 if call.tensors.get("dh") is not None else 0)
+    found = []
+    for held, threads in ((8, 256), (16, 256), (8, 512), (16, 128)):
+        lanes = _lanes(columns, vec, held)
+        elements = -(-columns // (lanes * vec)) * vec
+        size = max(threads, lanes)
+        if elements * words + 28 > min(255, 65536 // size):
+            continue
+        for busy in (1024, 2048):
+            found.append(Config(lanes=lanes, rows=max(1, threads // lanes), tiles=1, per_sm=max(1, busy // size)))
+    wide = [
+        Config(lanes=lanes, rows=1, tiles=max(1, -(-columns // (lanes * held))), per_sm=8)
+        for lanes, held in ((512, 16), (1024, 16), (256, 16))
+    ]
+    wide = [config for config in wide if config.tiles > 1]
+    return _unique(found + wide[: 1 if found else 3])

@@ -1,0 +1,199 @@
+"""Inputs for checks: what the op declares as probes, bent by adversarial generators.
+
+A `Case` is data, small enough to print in a script that reproduces it. The generators know dimensions, strides, dtypes
+and values, and no op by name: adding an op or a kernel adds nothing here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.core.op import Op
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALVES)
+HUGE_STRIDE = (1 << 31) + 64
+"""A row stride, in elements, whose product with a row index leaves int32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of an op. `layouts` bend tensors by name ("*" for every row tensor); `values` name a distribution."""
+
+    name: str
+    op: str
+    lead: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    options: Mapping[str, Any] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    either: torch.dtype | None = None
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    values: str = "normal"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        rows = list((*self.lead, self.columns))
+        extra = [f"{k}={v}" for k, v in {**self.layouts, **self.options}.items()]
+        extra += [f"no {n}" for n in self.absent] + ([self.values] if self.values != "normal" else [])
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}{rows} {' '.join(extra)}".strip()
+
+
+def build(case: Case, op: Op[Any], device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
+    """The case's tensors by name, in the op's order."""
+    return make_inputs(
+        op, case.lead, case.columns, case.dtype,
+        options=case.options, absent=case.absent, seed=case.seed, device=device,
+        either=case.either, layouts=case.layouts, values=case.values,
+    )  # fmt: skip
+
+
+def make_inputs(
+    op: Op[Any],
+    lead: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
+    absent: Sequence[str] = (),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    either: torch.dtype | None = None,
+    layouts: Mapping[str, str] | None = None,
+    values: str = "normal",
+) -> dict[str, Tensor | None]:
+    """Seeded inputs of `op` with leading shape `lead` and last dimension `columns`. No global generator advances."""
+    layouts = layouts or {}
+    found: dict[str, Any] = {}
+    for name in op.tensors:
+        dims = op.probes.dims[name]
+        if name in absent:
+            found[name] = None
+            continue
+        shape = {"M C": (*lead, columns), "C": (columns,), "M": tuple(lead)}[dims]
+        kind = either if either is not None and name in op.probes.either else dtype
+        generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
+        rows = dims == "M C"
+        tensor = _values(values if rows else "normal", shape, generator, device).to(kind)
+        found[name] = _bend(tensor, layouts.get(name, layouts.get("*", "") if rows else ""))
+    if op.probes.derive is not None:
+        chosen = {**op.options, **(options or {})}
+        op.probes.derive(found, chosen)
+    return found
+
+
+def _seed(seed: int, name: str) -> int:
+    return seed * 1000003 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+
+
+def _values(kind: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str) -> Tensor:
+    v = torch.randn(shape, generator=generator, device=device)
+    if kind == "normal" or not v.numel():
+        return v
+    if kind == "large":
+        return v.sign() * 300 + v  # squares leave fp16
+    if kind == "huge":
+        return v * 20000  # near fp16's largest
+    if kind == "tiny":
+        return v * 1e-6
+    if kind == "offset":
+        return v + 2000  # mean^2 dwarfs the variance
+    if kind == "wild":
+        return v * torch.exp(4 * torch.randn(shape, generator=generator, device=device))
+    if kind == "constant rows":
+        return torch.ones_like(v) * v[..., :1]
+    if kind == "zero rows":
+        return torch.where(torch.arange(v[..., 0].numel(), device=v.device).reshape(v.shape[:-1]) % 2 == 0, 0.0, 1.0).unsqueeze(-1) * v
+    if kind in ("nan", "inf"):
+        flat = v.reshape(-1, shape[-1])
+        flat[flat.shape[0] // 2, shape[-1] // 2] = math.nan if kind == "nan" else math.inf
+        flat[-1, -1] = math.nan if kind == "nan" else -math.inf
+        return v
+    raise ValueError(f"unknown values {kind!r}")
+
+
+def _bend(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in other strides. Memory between the rows is NaN, so that reading it shows."""
+    if not layout or tensor.dim() == 0:
+        return tensor
+    kind, _, number = layout.partition(" ")
+    shape, columns = tuple(tensor.shape), tensor.shape[-1]
+    if kind == "expanded":
+        return tensor.flatten()[:1].reshape([1] * tensor.dim()).expand(shape) if tensor.numel() else tensor
+    if kind == "columns":  # every second column
+        wide = tensor.new_full((*shape[:-1], columns * 2), math.nan)
+        bent = wide[..., ::2]
+    elif kind == "padded":  # rows further apart
+        bent = tensor.new_full((*shape[:-1], columns + int(number)), math.nan)[..., :columns]
+    elif kind == "offset":  # not at the start of its storage
+        flat = tensor.new_full((tensor.numel() + 16,), math.nan)
+        bent = flat[int(number) : int(number) + tensor.numel()].view(shape)
+    elif kind == "heads" and tensor.dim() >= 3:  # one part of a fused projection: two row strides
+        bent = tensor.new_full((*shape[:-2], 3, *shape[-2:]), math.nan).select(-3, 1)
+    elif kind == "swapped" and tensor.dim() >= 3:  # the leading dimensions in another order
+        return tensor.transpose(0, -2).contiguous().transpose(0, -2)
+    elif kind == "broadcast rows":
+        return tensor[..., :1, :].expand(shape)
+    elif kind == "huge" and tensor.dim() == 2:  # row 1 lies beyond 2^31 elements; memory between is never touched
+        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + columns, dtype=tensor.dtype, device=tensor.device)
+        bent = bent.as_strided(shape, (HUGE_STRIDE, 1))
+    else:
+        return tensor
+    bent.copy_(tensor)
+    return bent
+
+
+WIDTHS = (1, 3, 96, 127, 192, 229, 384, 769, 1024, 2049, 5125)
+WIDE = (8192, 16384, 24576, 32768, 65536, 131072)
+ROWS = (1, 2, 4, 8, 33)
+
+
+def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[Case]:
+    """Every case of one op and dtype.
+
+    size: "tiny" (an interpreter runs them), "small" (a CPU), "full" (a GPU: workloads, wide rows and huge strides too).
+    """
+    probes = op.probes
+    row_tensors = [n for n in op.tensors if probes.dims[n] == "M C"]
+    base: dict[str, Any] = {"op": op.name, "dtype": dtype, "absent": probes.absent[0]}
+    widths = {"tiny": (1, 96, 229, 1024), "small": WIDTHS, "full": (*WIDTHS, *WIDE)}[size]
+    rows = itertools.cycle({"tiny": (1, 3)}.get(size, ROWS))
+    for columns in widths:
+        yield Case("width", lead=(next(rows),), columns=columns, **base)
+    for count in (() if size == "tiny" else (131, 132, 133, 1000)):
+        yield Case("rows", lead=(count,), columns=128, **base)
+    yield Case("leading dimensions", lead=(2, 1, 3), columns=96, **base)
+    yield Case("vector", lead=(), columns=96, **base)
+    for lead in ((0,), (2, 0)):
+        yield Case("empty", lead=lead, columns=64, **base)
+    for absent, options in itertools.product(probes.absent, probes.options):
+        yield Case("options", **{**base, "absent": absent}, lead=(5,), columns=160, options=options)
+    if probes.either and dtype != torch.float32:
+        for absent in probes.absent:
+            yield Case("fp32 parameters", **{**base, "absent": absent}, lead=(5,), columns=160, either=torch.float32)
+    everything: dict[str, Any] = {**base, "absent": min(probes.absent, key=len)}
+    layouts = ["padded 8", "padded 3", "heads", "swapped", "broadcast rows", *[f"offset {k}" for k in (1, 2, 3, 4, 7, 8, 15)]]
+    for layout in layouts[:5] + layouts[5::3] if size == "tiny" else layouts:
+        yield Case("layout", lead=(2, 3, 2), columns=160, layouts={"*": layout}, **everything)
+    for name in row_tensors:
+        bends = ["padded 1"]
+        bends += ["expanded", "columns"] if op.name.endswith("_backward") and name.startswith("d") else []
+        for layout in bends:
+            yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
+    for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
+        yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)
+    if dtype == torch.bfloat16:
+        yield Case("beyond int32", lead=(2,), columns=256, layouts={row_tensors[-1]: "huge"}, **base)
+    for seed in range(1, 3 if size == "tiny" else 5):
+        count = 4 if size == "tiny" else 64
+        yield Case("pool", lead=(count,), columns=512, seed=seed, **everything)
+    if size == "full":
+        for workload in op.workloads:
+            yield Case(f"workload: {workload.name}", lead=(workload.rows,), columns=workload.columns, **base)

@@ -1,0 +1,162 @@
+"""One kernel, one config, one case: run it poisoned and twice, and compare with the oracle under the policy.
+
+Used by the suite (`suite.py`) and by first-use checks (`first_use.py`) alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.core.call import Call
+from tilewright.core.dispatch import facts_of
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+from tilewright.core.op import Op
+from tilewright.core.plan import Run, bind
+from tilewright.verify.numerics import Errors, errors, largest_allowed, rms_allowed, same_bits
+
+Tensors = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the outputs of a case should be: the float64 oracle, the baseline in the call's dtypes, and A."""
+
+    oracle: dict[str, Tensor | None]
+    baseline: dict[str, Tensor | None]
+    scale: Mapping[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """`problems` is empty when the case passed by itself; RMS errors are judged over a pool, by `judge_pool`."""
+
+    problems: list[str] = field(default_factory=list)
+    errors: dict[str, tuple[Errors, Errors, torch.dtype]] = field(default_factory=dict)
+    """Output name to (errors of the kernel, of the baseline, dtype)."""
+
+
+def truth_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: bool) -> Truth:
+    """Run the definition in float64 and in the call's own dtypes."""
+    names = [*op.out, *(op.saved if saving else ())]
+    wide = {n: None if t is None else t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    with torch.no_grad(), _no_python_native():
+        oracle = dict(zip(names, op.define(wide, options, saving), strict=True))
+        baseline = dict(zip(names, op.define(inputs, options, saving), strict=True))
+        known = {**wide, **oracle}
+        if not saving:
+            known |= dict(zip([*op.out, *op.saved], op.define(wide, options, True), strict=True))
+        scale = op.error_scale(known, options)
+    return Truth(oracle, baseline, scale)
+
+
+class _no_python_native:
+    """torch 2.13 may route aten norms to a kernel of its own; oracles keep to plain torch."""
+
+    def __enter__(self) -> None:
+        self.native = getattr(torch.backends, "python_native", None)
+        self.before = getattr(self.native, "enabled", None)
+        if isinstance(self.before, bool):
+            self.native.enabled = False  # type: ignore[union-attr]
+
+    def __exit__(self, *exc: object) -> None:
+        if isinstance(self.before, bool):
+            self.native.enabled = self.before  # type: ignore[union-attr]
+
+
+def call_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: bool) -> Call:
+    return facts_of(op, [inputs[n] for n in op.tensors], dict(options), saving, False)
+
+
+def check(
+    kernel: Kernel, config: Config, op: Op[Any], inputs: Tensors, options: Mapping[str, Any], truth: Truth,
+    *, saving: bool, emulated: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run the kernel on `inputs` and judge every output. Compile and launch errors propagate."""
+    call = call_of(op, inputs, options, saving)
+    run = bind(kernel, config, call, poison=True)
+    tensors = [inputs[n] for n in op.tensors]
+    before = [None if t is None else t.clone() for t in tensors]
+    names = [*op.out, *(op.saved if saving else ())]
+    outcome = Outcome()
+    with torch.no_grad():
+        first = dict(zip(names, _run(run, tensors), strict=True))
+        second = dict(zip(names, _run(run, tensors), strict=True))
+    for name, tensor, kept in zip(op.tensors, tensors, before, strict=True):
+        if not same_bits(tensor, kept):
+            outcome.problems.append(f"input {name} was changed")
+    specs = op.out_specs(inputs, options, saving)
+    for name in names:
+        found, wanted = first[name], truth.baseline[name]
+        problem = _form(name, found, specs[name])
+        if problem:
+            outcome.problems.append(problem)
+            continue
+        if found is None or wanted is None:
+            continue
+        if kernel.capability.deterministic and not same_bits(found, second[name]):
+            outcome.problems.append(f"{name}: two runs differ in their bits, and the kernel says it is deterministic")
+        judge(outcome, name, found, truth, emulated, statistic=name in op.saved)
+    return outcome
+
+
+def _run(run: Run, tensors: Sequence[Tensor | None]) -> list[Any]:
+    results = run(*tensors)
+    device = next(t.device for t in tensors if t is not None)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return results
+
+
+def _form(name: str, found: Tensor | None, spec: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    """Shape, dtype and strides against the op's output rule; "" when they agree."""
+    if spec is None or found is None:
+        return "" if spec is None and found is None else f"{name}: {'missing' if found is None else 'not asked for'}"
+    if tuple(found.shape) != tuple(spec[0]) or found.dtype != spec[1]:
+        return f"{name}: {found.dtype}{list(found.shape)}, the output rule says {spec[1]}{list(spec[0])}"
+    return "" if found.is_contiguous() else f"{name}: strides {list(found.stride())} are not contiguous"
+
+
+def judge(
+    outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bool, *, statistic: bool = False
+) -> None:
+    """Judge one output by itself. A statistic that is not finite makes every gradient NaN, whichever kind it is."""
+    oracle, baseline = truth.oracle[name], truth.baseline[name]
+    assert oracle is not None and baseline is not None
+    scale = truth.scale.get(name)
+    mine, base = errors(found, oracle, baseline, scale), errors(baseline, oracle, baseline, scale)
+    outcome.errors[name] = mine, base, found.dtype
+    if statistic:
+        mine.misplaced = int((torch.isfinite(found) != torch.isfinite(baseline)).sum())
+    if mine.misplaced:
+        outcome.problems.append(f"{name}: {mine.misplaced} elements are NaN or Inf where the reference is not, or the reverse")
+    limit = largest_allowed(base) + truncation(found.dtype, emulated)
+    if mine.largest > limit:
+        outcome.problems.append(f"{name}: largest error {mine.largest:.3g} ulp, allowed {limit:.3g}")
+
+
+def truncation(dtype: torch.dtype, emulated: bool) -> float:
+    """Triton's interpreter truncates where hardware rounds to nearest: one bf16 ulp more."""
+    return 1.0 if emulated and dtype == torch.bfloat16 else 0.0
+
+
+def judge_pool(pool: Mapping[str, tuple[Errors, Errors, torch.dtype]], emulated: bool) -> list[str]:
+    """The RMS rule over errors added up by output."""
+    problems = []
+    for name, (mine, base, dtype) in pool.items():
+        limit = rms_allowed(base, dtype) + truncation(dtype, emulated)
+        if mine.rms > limit:
+            problems.append(f"{name}: RMS error {mine.rms:.3g} ulp over {mine.count} elements, allowed {limit:.3g}")
+    return problems
+
+
+def add_to_pool(pool: dict[str, tuple[Errors, Errors, torch.dtype]], outcome: Outcome) -> None:
+    for name, (mine, base, dtype) in outcome.errors.items():
+        known = pool.setdefault(name, (Errors(), Errors(), dtype))
+        known[0].add(mine)
+        known[1].add(base)

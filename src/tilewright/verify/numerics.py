@@ -1,0 +1,95 @@
+"""The numerics policy: how far a kernel may be from the float64 oracle, and how that is measured.
+
+An error is counted in ulps of the output dtype at the oracle's value plus 2^-24 of A, the sum of absolute terms that the
+op declares. A kernel passes when its largest error is at most twice the baseline's plus 2, and its RMS error at most
+1.2 times the baseline's (2 times in float32), pooled over cases. The baseline is the reference itself in the call's
+dtypes: float32 accumulation, rounded at its stated points. NaN and Inf must stand exactly where the baseline has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_FACTOR, MAX_ULPS = 2.0, 2.0
+RMS_FACTOR = {torch.float32: 2.0}
+RMS_FACTOR_HALF = 1.2
+RMS_FLOOR = 0.05
+"""A baseline that is exact (a copy, a single product) leaves nothing to multiply: this much is always allowed."""
+POOL = 1 << 16
+"""RMS errors are compared over at least this many elements; with fewer, RMS_SMALL times the limit is allowed."""
+RMS_SMALL = 2.0
+_MIN_EXPONENT = {torch.float32: -126, torch.float16: -14, torch.bfloat16: -126, torch.float64: -1022}
+
+
+def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of `dtype` at each of `values` (float64)."""
+    exponent = torch.frexp(values.abs()).exponent - 1
+    exponent = exponent.clamp(min=_MIN_EXPONENT[dtype]).double()
+    return torch.exp2(exponent) * torch.finfo(dtype).eps
+
+
+@dataclass
+class Errors:
+    """Errors of one output against the oracle, in ulps; adds up over cases."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+    misplaced: int = 0
+    """Elements whose NaN or Inf is not where the baseline has one."""
+
+    @property
+    def rms(self) -> float:
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+    def add(self, other: Errors) -> None:
+        self.largest = max(self.largest, other.largest)
+        self.squares += other.squares
+        self.count += other.count
+        self.misplaced += other.misplaced
+
+
+def errors(found: Tensor, oracle: Tensor, baseline: Tensor, scale: Tensor | None) -> Errors:
+    """Errors of `found` in its own dtype against `oracle` (float64); `scale` is A, broadcast to it."""
+    found64 = found.double()
+    unit = ulp(oracle, found.dtype)
+    if scale is not None:
+        unit = unit + scale.expand_as(oracle) * 2.0**-24
+    finite = torch.isfinite(baseline) & torch.isfinite(oracle)
+    same = torch.where(
+        torch.isfinite(baseline),
+        torch.isfinite(found64),
+        (found64 == baseline.double()) | (torch.isnan(found64) & torch.isnan(baseline)),
+    )
+    error = torch.where(finite & torch.isfinite(found64), (found64 - oracle).abs() / unit, 0.0)
+    error = torch.nan_to_num(error, nan=0.0, posinf=1e30)
+    return Errors(
+        float(error.max()) if error.numel() else 0.0,
+        float(error.square().sum()),
+        int(finite.sum()),
+        int((~same).sum()),
+    )
+
+
+def largest_allowed(baseline: Errors) -> float:
+    return MAX_FACTOR * baseline.largest + MAX_ULPS
+
+
+def rms_allowed(baseline: Errors, dtype: torch.dtype) -> float:
+    """The limit on the pooled RMS error; wider where the pool is small, since its RMS is then noisy."""
+    factor = RMS_FACTOR.get(dtype, RMS_FACTOR_HALF)
+    return (factor * baseline.rms + RMS_FLOOR) * (1.0 if baseline.count >= POOL else RMS_SMALL)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, for comparisons in which NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))

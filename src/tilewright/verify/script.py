@@ -1,0 +1,48 @@
+"""A red case as a script of at most 20 lines that reproduces it, beside the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from tilewright.core.cache import cache_directory
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+from tilewright.verify.cases import Case
+
+_TEXT = '''\
+"""{name} {config}: {problem}
+Kernel digest {digest}."""
+import torch  # noqa: F401  the case below names its dtypes
+import tilewright  # noqa: F401  declares the ops
+from tilewright.core import registry
+from tilewright.core.launch import Config
+from tilewright.verify.cases import Case, build
+from tilewright.verify.check import check, truth_of
+
+case = {case!r}
+op = registry.op(case.op)
+kernel = next(k for k in registry.kernels_of(case.op) if k.name == {name!r})
+inputs, options = build(case, op, {device!r}), {{**op.options, **case.options}}
+saving = op.gradient is not None and kernel.capability.gradient
+truth = truth_of(op, inputs, options, saving)
+print(check(kernel, {config!r}, op, inputs, options, truth, saving=saving).problems)
+'''
+
+
+def write_script(kernel: Kernel, config: Config, case: Case, problems: Sequence[str], device: torch.device) -> str:
+    """Write it and return its path; "" where the disk takes nothing."""
+    text = _TEXT.format(
+        name=kernel.name, config=config, digest=kernel.digest, case=case, device=str(device),
+        problem=problems[0].replace('"""', "'''") if problems else "",
+    )  # fmt: skip
+    name = f"{kernel.op}-{kernel.backend}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.py"
+    path = cache_directory() / "red" / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        return ""
+    return str(path)

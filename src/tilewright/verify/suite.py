@@ -1,0 +1,206 @@
+"""The conformance suite: every (op, kernel, config) over every case. `tilewright verify` prints what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.core import evidence, registry
+from tilewright.core.classes import layout_class
+from tilewright.core.device import device_of
+from tilewright.core.errors import InvalidArgument
+from tilewright.core.evidence import Verdict
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+from tilewright.core.op import Op
+from tilewright.verify.cases import DTYPES, Case, build, cases
+from tilewright.verify.check import Outcome, Truth, add_to_pool, call_of, check, judge_pool, truth_of
+from tilewright.verify.script import write_script
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total)"""
+
+
+@dataclass
+class Result:
+    """One row of the report. "not run" is never "passed"."""
+
+    op: str
+    backend: str
+    dtype: str
+    config: str = ""
+    cases: int = 0
+    passed: int = 0
+    failed: int = 0
+    not_run: list[dict[str, str]] = field(default_factory=list)
+    max_error: float = 0.0
+    """Largest error in ulps, of the case nearest to its limit."""
+    tolerance: float = 0.0
+    failures: list[dict[str, str]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class Report:
+    device: str
+    results: list[Result]
+
+    @property
+    def failed(self) -> bool:
+        return any(r.failed for r in self.results)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"device": self.device, "results": [r.as_json() for r in self.results]}
+
+
+def verify(
+    ops: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    device: str | torch.device | None = None,
+    *,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    size: str | None = None,
+    all_configs: bool = False,
+    record: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Run the suite.
+
+    Args:
+        ops, backends: names; all by default. The reference is the definition and is not compared with itself.
+        device: "cpu" or "cuda[:n]"; the GPU if there is one.
+        size: "tiny", "small" or "full"; by default what the device bears.
+        all_configs: every config of a kernel, not just its first guess for each case.
+        record: keep verdicts as evidence.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    facts = device_of(where.type, where.index)
+    chosen = [registry.op(name) for name in ops] or registry.ops()
+    for name in backends:
+        registry.backend(name)
+    work = [
+        (op, dtype, [k for k in registry.kernels_of(op.name) if k.backend != "reference" and (not backends or k.backend in backends)])
+        for op in chosen
+        for dtype in dtypes
+    ]  # fmt: skip
+    total = sum(len(kernels) for _, _, kernels in work)
+    report = Report(str(facts), [])
+    done = 0
+    for op, dtype, kernels in work:
+        truths: dict[Case, tuple[Any, Truth]] = {}
+        for kernel in kernels:
+            if progress:
+                progress(f"{kernel.name} {str(dtype).removeprefix('torch.')}", done, total)
+            report.results.append(_verify(op, kernel, dtype, where, size, all_configs, record))
+            done += 1
+        truths.clear()
+    if progress:
+        progress("", total, total)
+    return report
+
+
+def _verify(
+    op: Op[Any], kernel: Kernel, dtype: torch.dtype, where: torch.device, size: str | None, every: bool, record: bool
+) -> Result:
+    backend = registry.backend(kernel.backend)
+    facts = device_of(where.type, where.index)
+    emulated = backend.emulates(facts)
+    size = size or ("full" if where.type == "cuda" else "tiny" if emulated else "small")
+    result = Result(op.name, kernel.backend, str(dtype).removeprefix("torch."))
+    missing = backend.missing()
+    pools: dict[Config, dict[str, Any]] = {}
+    verdicts: dict[tuple[Config, str], list[Outcome]] = {}
+    nearest = 0.0
+    for case in cases(op, dtype, size=size):
+        result.cases += 1
+        if missing is not None:
+            result.not_run.append({"case": str(case), "reason": str(missing)})
+            continue
+        try:
+            inputs = build(case, op, where)
+            options = {**op.options, **case.options}
+            saving = op.gradient is not None
+            call = call_of(op, inputs, options, saving)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            result.not_run.append({"case": str(case), "reason": f"out of memory: {str(error).splitlines()[0]}"})
+            continue
+        if any(f is not None and f.numel == 0 for f in call.tensors.values()):
+            result.not_run.append({"case": str(case), "reason": "nothing to compute: the reference serves empty calls"})
+            continue
+        reasons = kernel.capability.reasons(call, emulated=emulated)
+        if reasons and saving:  # a kernel without a gradient is still checked without one
+            saving = False
+            call = call_of(op, inputs, options, saving)
+            reasons = kernel.capability.reasons(call, emulated=emulated)
+        if reasons:
+            result.not_run.append({"case": str(case), "reason": "; ".join(map(str, reasons))})
+            continue
+        configs = kernel.configs_for(call)
+        failed = []
+        truth = truth_of(op, inputs, options, saving)
+        for config in configs if every else configs[:1]:
+            outcome = _guarded_check(kernel, config, op, inputs, options, truth, saving, emulated)
+            if saving and not outcome.problems:
+                outcome.problems += _without_saving(kernel, config, op, inputs, options, truth, emulated)
+            add_to_pool(pools.setdefault(config, {}), outcome)
+            layout = layout_class(call, dict(op.options))
+            verdicts.setdefault((config, layout), []).append(outcome)
+            if outcome.problems:
+                failed.append((config, outcome))
+            for mine, base, _ in outcome.errors.values():
+                limit = 2 * base.largest + 2
+                if mine.largest / limit >= nearest:
+                    nearest, result.max_error, result.tolerance = mine.largest / limit, mine.largest, limit
+        if failed:
+            result.failed += 1
+            config, outcome = failed[0]
+            result.failures.append(
+                {"case": str(case), "config": str(config), "problem": "; ".join(outcome.problems),
+                 "script": write_script(kernel, config, case, outcome.problems, where)}
+            )  # fmt: skip
+        else:
+            result.passed += 1
+    for config, pool in pools.items():
+        for problem in judge_pool(pool, emulated):
+            result.failed += 1
+            result.failures.append({"case": "pool", "config": str(config), "problem": problem, "script": ""})
+    if record:
+        _record(kernel, facts.arch, verdicts)
+    return result
+
+
+def _without_saving(
+    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, options: Any, truth: Truth, emulated: bool
+) -> list[str]:
+    outcome = _guarded_check(kernel, config, op, inputs, options, truth, False, emulated)
+    return [f"without gradient: {problem}" for problem in outcome.problems]
+
+
+def _guarded_check(
+    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, options: Any, truth: Truth, saving: bool, emulated: bool
+) -> Outcome:
+    """A kernel that raises is a red case with its message; a device that is lost ends the run."""
+    try:
+        return check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever a kernel raises is a finding; it is kept and shown
+        if getattr(error, "sticky", False):
+            raise
+        return Outcome(problems=[f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"])
+
+
+def _record(kernel: Kernel, arch: str, verdicts: dict[tuple[Config, str], list[Outcome]]) -> None:
+    """A layout class that passed is evidence. One that failed is not: first use will tell, with its own probes."""
+    found = {}
+    for (config, layout), outcomes in verdicts.items():
+        if not any(o.problems for o in outcomes):
+            for kind in (layout, layout.replace(" saving", "")):
+                found[config, kind] = Verdict(True, len(outcomes), arch, evidence.today())
+    evidence.record_many(kernel, arch, found)
