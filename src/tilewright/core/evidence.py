@@ -41,6 +41,7 @@ Prover = Callable[[Kernel, Config, Call], Verdict]
 _memory: dict[tuple[str, str], Verdict] = {}
 _broken: dict[tuple[str, str, str], str] = {}
 _prover: list[Prover] = []
+_isolated: list[Prover] = []
 _lock = threading.Lock()
 epoch = [0]
 """Bumped by whatever may change a selection: new evidence, quarantine, kernels, times. Part of every plan's key."""
@@ -57,6 +58,11 @@ registry.on_change(bump)
 
 def install_prover(prover: Prover) -> None:
     _prover[:] = [prover]
+
+
+def install_isolated_prover(prover: Prover | None) -> None:
+    """What checks kernels that are new to every architecture: in a process that may die. None in such a process."""
+    _isolated[:] = [] if prover is None else [prover]
 
 
 def today() -> str:
@@ -107,7 +113,14 @@ def record_many(kernel: Kernel, arch: str, verdicts: Mapping[tuple[Config, str],
 
 
 def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
-    """Check the kernel on probes of the call's class. Compile and launch errors propagate."""
+    """Check the kernel on probes of the call's class. Compile and launch errors propagate.
+
+    A kernel that launches GPU code and has passed nowhere yet is checked in a worker, which a hang or an illegal access
+    may take down; functions of torch, and kernels with evidence, are checked here.
+    """
+    risky = call.device.is_gpu and registry.backend(kernel.backend).launches
+    if _isolated and risky and not proven_anywhere(kernel):
+        return _isolated[0](kernel, config, call)
     if not _prover:
         return Verdict(None, detail="no prover is installed")
     return _prover[0](kernel, config, call)

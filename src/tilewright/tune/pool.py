@@ -101,7 +101,7 @@ class Worker:
             raise TilewrightError("this Python does not know its own executable: workers cannot be started")
         environment = dict(os.environ)
         # The worker sees the same packages, this one and plug-ins that only this process's path leads to included.
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if os.path.isdir(p or "."))
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if os.path.exists(p or "."))
         if not self.sees_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ""
         self._errors = tempfile.TemporaryFile(prefix="tilewright-worker-")
@@ -148,7 +148,8 @@ class Worker:
 
     def _died(self, what: str) -> WorkerFailed:
         process, errors = self._process, self._errors
-        assert process is not None and errors is not None
+        if process is None or errors is None:
+            return WorkerFailed("died", f"{what}: the worker was closed")
         try:
             code: int | None = process.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, cuda, hip
-from tilewright.core.kernel import Kernel
-from tilewright.ops.norm import vendor
+from tilewright.core.capability import Capability, Limit, columns, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Configs, Kernel
+from tilewright.ops.norm import cuda as wide
+from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
 
 _HERE = "tilewright.ops.norm"
+WIDEST = 131072
 
-KERNELS = [
+FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "l2_norm")
+BACKWARD = {"rms_norm_backward": "rms", "layer_norm_backward": "layer", "l2_norm_backward": "l2"}
+
+
+def _inputs(op: str) -> tuple[str, ...]:
+    """The row tensors of an op that its kernels read as rows: gradients may be strided in any way."""
+    return ("y",) if op == "l2_norm_backward" else ("x",) if op in BACKWARD else ("x", "residual")
+
+
+def _kernel(
+    op: str, backend: str, function: str, devices: tuple[object, ...], configs: Configs, *limits: Limit, **more: object
+) -> Kernel:
+    return Kernel(
+        op, backend, f"{_HERE}.{function}", Capability(devices, limits=limits), configs, **more  # type: ignore[arg-type]
+    )
+
+
+TRITON = (cuda(80), hip("gfx942"))
+TRITON_KERNELS = [
     *(
-        Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices, limits=(limit,)), label="aten")
-        for op, devices, limit in (
-            ("rms_norm", (), vendor.plain_rms),
-            ("layer_norm", (), vendor.plain_layer),
-            ("rms_norm_backward", (cuda(50), hip("gfx942")), vendor.plain_backward),
-            ("layer_norm_backward", (), vendor.plain_backward),
-        )
+        _kernel(op, "triton", "triton:forward", TRITON, triton_configs.forward_configs,
+                columns("x", most=WIDEST), unit_stride("x", "residual"), row_levels("x", "residual"))
+        for op in FORWARD
     ),
+    *(
+        _kernel(op, "triton", f"triton_backward:{name}_backward", TRITON, triton_configs.backward_configs,
+                columns(*_inputs(op), most=WIDEST), unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"))
+        for op, name in BACKWARD.items()
+    ),
+]  # fmt: skip
+
+TILELANG_FILES = ("tilelang_programs.py", "tilelang_gradients.py")
+TILELANG_KERNELS = [
+    *(
+        _kernel(op, "tilelang", "tilelang:forward", (cuda(80),), tilelang_configs.forward_configs,
+                columns("x", most=WIDEST), unit_stride("x", "residual"), row_levels("x", "residual"),
+                files=TILELANG_FILES)
+        for op in FORWARD
+    ),
+    *(
+        _kernel(op, "tilelang", f"tilelang:{name}_backward", (cuda(80),), tilelang_configs.backward_configs,
+                columns(*_inputs(op), most=WIDEST), unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"),
+                files=TILELANG_FILES)
+        for op, name in BACKWARD.items()
+    ),
+]  # fmt: skip
+
+PAYS = "where it starts to pay"
+CUDA_KERNELS = [
+    *(
+        _kernel(op, "cuda", "cuda:forward", (cuda(90),), wide.forward_configs,
+                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "residual"),
+                row_levels("x", "residual", most=1), wide.fits_forward, files=("norm_wide.cu", "norm_wide.cuh"))
+        for op in FORWARD if op != "l2_norm"
+    ),
+    *(
+        _kernel(op, "cuda", f"cuda:{name}_backward", (cuda(90),), wide.backward_configs,
+                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "dy", "dh"),
+                row_levels("x", "dy", "dh", most=1), wide.fits_backward,
+                files=("norm_wide_backward.cu", "norm_wide.cuh"))
+        for op, name in BACKWARD.items() if name != "l2"
+    ),
+]  # fmt: skip
+
+VENDOR_KERNELS = [
+    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices, limits=(limit,)), label="aten")
+    for op, devices, limit in (
+        ("rms_norm", (), vendor.plain_rms),
+        ("layer_norm", (), vendor.plain_layer),
+        ("rms_norm_backward", (cuda(50), hip("gfx942")), vendor.plain_backward),
+        ("layer_norm_backward", (), vendor.plain_backward),
+    )
 ]
+
+KERNELS = [*CUDA_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+

@@ -1,15 +1,15 @@
 // Forward of rms_norm, add_rms_norm, layer_norm and add_layer_norm for wide rows: one kernel, shaped by defines. Which
 // defines go with which call is settled in cuda.py; the backward is in norm_wide_backward.cu.
 //
-// A cluster of CLUSTER blocks normalises a row; each block owns a slice of the columns and keeps it, packed, in registers
-// from the one read to the one write. Blocks meet once for each sum; clusters exchange their sums once a row through
-// distributed shared memory. STAGES = 0: a cluster a row, loads straight into registers, and the overlap comes from
-// other blocks on the multiprocessor. STAGES > 0: clusters stay and walk over the rows, and the copy engine brings the
-// next STAGES rows into shared memory meanwhile.
+// A cluster of CLUSTER blocks normalises a row; each block owns a slice of the columns and keeps it, packed, in
+// registers from the one read to the one write. A block meets once for each sum; a cluster exchanges its sums once a
+// row, through distributed shared memory. STAGES = 0: a cluster a row, loads straight into registers, and the overlap
+// comes from other blocks on the multiprocessor. STAGES > 0: clusters stay and walk over the rows, and the copy engine
+// brings the next STAGES rows into shared memory meanwhile.
 //
 // Defines: ELEMENT, WEIGHT, BIAS and PRE_BIAS (fp32, fp16, bf16: the type of x and y, and of each parameter),
-// COLUMNS, VECTOR (elements that one access may take), THREADS, CLUSTER, STAGES, CTAS (blocks a multiprocessor), CENTER,
-// HAS_RESIDUAL, HAS_PRE_BIAS, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, SAVE.
+// COLUMNS, VECTOR (elements that one access may take), THREADS, CLUSTER, STAGES, CTAS (blocks a multiprocessor),
+// CENTER, HAS_RESIDUAL, HAS_PRE_BIAS, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, SAVE.
 #include "norm_wide.cuh"
 
 using Element = ELEMENT;
@@ -62,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
     const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
     const int first = rank * SLICE;  // packet
     const int count = PACKETS % CLUSTER == 0 ? SLICE : max(0, min(SLICE, PACKETS - first));
-    const int size = COLUMNS % (N * CLUSTER) == 0 ? SLICE * N : max(0, min(SLICE * N, COLUMNS - first * N));  // elements
+    // of this block, in elements
+    const int size = COLUMNS % (N * CLUSTER) == 0 ? SLICE * N : max(0, min(SLICE * N, COLUMNS - first * N));
     const long long clusters = gridDim.x / CLUSTER;
     const long long row_bytes = (long long)COLUMNS * Element::bytes;
     x += (long long)first * 16;

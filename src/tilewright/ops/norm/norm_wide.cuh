@@ -32,7 +32,9 @@ struct bf16 {
     }
     static __device__ __forceinline__ void pack(const float (&in)[8], u32 (&words)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(in[2 * i + 1]), "f"(in[2 * i]));
+        for (int i = 0; i < 4; i++) {
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(in[2 * i + 1]), "f"(in[2 * i]));
+        }
     }
 };
 
@@ -48,7 +50,9 @@ struct fp16 {
     }
     static __device__ __forceinline__ void pack(const float (&in)[8], u32 (&words)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(in[2 * i + 1]), "f"(in[2 * i]));
+        for (int i = 0; i < 4; i++) {
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(in[2 * i + 1]), "f"(in[2 * i]));
+        }
     }
 };
 
@@ -87,7 +91,8 @@ __device__ __forceinline__ Packet load_constant(const char* at) {
 }
 
 __device__ __forceinline__ void store(char* at, const Packet& p) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(p.words[0]), "r"(p.words[1]), "r"(p.words[2]), "r"(p.words[3])
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(p.words[0]), "r"(p.words[1]),
+                 "r"(p.words[2]), "r"(p.words[3])
                  : "memory");
 }
 
@@ -99,7 +104,9 @@ __device__ __forceinline__ Packet load_pieces(const char* at, long long left) {
     for (int i = 0; i < 16 / PIECE; i++) {
         if (i * PIECE >= left) break;
         if constexpr (PIECE == 8) {
-            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(p.words[2 * i]), "=r"(p.words[2 * i + 1]) : "l"(at + 8 * i));
+            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(p.words[2 * i]), "=r"(p.words[2 * i + 1])
+                         : "l"(at + 8 * i));
         } else if constexpr (PIECE == 4) {
             asm volatile("ld.global.u32 %0, [%1];" : "=r"(p.words[i]) : "l"(at + 4 * i));
         } else {
@@ -117,7 +124,9 @@ __device__ __forceinline__ void store_pieces(char* at, const Packet& p, long lon
     for (int i = 0; i < 16 / PIECE; i++) {
         if (i * PIECE >= left) break;
         if constexpr (PIECE == 8) {
-            asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at + 8 * i), "r"(p.words[2 * i]), "r"(p.words[2 * i + 1]) : "memory");
+            asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at + 8 * i), "r"(p.words[2 * i]),
+                         "r"(p.words[2 * i + 1])
+                         : "memory");
         } else if constexpr (PIECE == 4) {
             asm volatile("st.global.u32 [%0], %1;" ::"l"(at + 4 * i), "r"(p.words[i]) : "memory");
         } else {
@@ -187,20 +196,23 @@ __device__ __forceinline__ void barrier_init_fence() {
 }
 
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
     asm volatile(
         "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(barrier)),
+        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+            shared_address(barrier)),
         "r"(phase)
         : "memory");
 }
 
 // One thread asks for `bytes` (a multiple of 16, below 2^20) from global memory; both addresses are 16-byte aligned.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
@@ -213,8 +225,17 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address, in block `rank` of the cluster, of what lies at `p` in this block's shared memory.
+__device__ __forceinline__ u32 remote_address(const void* p, u32 rank) {
+    u32 address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+    return address;
+}
 
 // Every block tells every block of its cluster two numbers a row. Two slots are enough without any other cluster-wide
 // barrier: a block sends for row i + 2 only after it has heard from all about row i + 1, which each sends after all
@@ -233,11 +254,9 @@ struct Exchange {
         u32 slot = row_number & 1;
         if (threadIdx.x == 0) barrier_expect(&barriers[slot], Cluster * 8);
         if (threadIdx.x < Cluster) {
-            u32 to, barrier;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(&slots[slot][rank])), "r"(threadIdx.x));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(shared_address(&barriers[slot])), "r"(threadIdx.x));
-            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(first),
-                         "f"(second), "r"(barrier)
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                             remote_address(&slots[slot][rank], threadIdx.x)),
+                         "f"(first), "f"(second), "r"(remote_address(&barriers[slot], threadIdx.x))
                          : "memory");
         }
     }
@@ -249,8 +268,8 @@ struct Exchange {
 
 // ---- sums over a block ----------------------------------------------------------------------------------------------
 
-// Sums `values` over the block, in an order that the block's size fixes; every thread gets the sums. `slots` must not be
-// read any more by a slower thread: alternate between two. `meet` runs right after the block has met, before the sums.
+// Sums `values` over the block, in an order that the block's size fixes; every thread gets the sums. `slots` must not
+// be read any more by a slower thread: alternate between two. `meet` runs as soon as the block has met.
 template <int Threads, int Count, class Meet>
 __device__ __forceinline__ void block_sum(float (&values)[Count], float (*slots)[Count], Meet meet) {
     constexpr int WARPS = Threads / 32;

@@ -6,9 +6,10 @@
 // memory. A row is read twice from there: for its sums (which the cluster exchanges) and the weight gradients, then for
 // dx. The column sums leave once a cluster, and `norm_wide_weights` adds up those of all clusters in a fixed order.
 //
-// Defines of norm_wide_backward: ELEMENT, WEIGHT (fp32, fp16, bf16), COLUMNS (whole packets of 16 bytes), THREADS, CLUSTER,
-// STAGES, CTAS (blocks a multiprocessor), CENTER, HAS_WEIGHT, HAS_DH, CAST_BEFORE_WEIGHT, NEEDS_DX, NEEDS_DWEIGHT,
-// NEEDS_DBIAS, NEEDS_DPRE_BIAS. Of norm_wide_weights: COLUMNS, OUTPUT0, OUTPUT1, OUTPUT2 (types of the gradients).
+// Defines of norm_wide_backward: ELEMENT, WEIGHT (fp32, fp16, bf16), COLUMNS (whole packets of 16 bytes), THREADS,
+// CLUSTER, STAGES, CTAS (blocks a multiprocessor), CENTER, HAS_WEIGHT, HAS_DH, CAST_BEFORE_WEIGHT, NEEDS_DX,
+// NEEDS_DWEIGHT, NEEDS_DBIAS, NEEDS_DPRE_BIAS. Of norm_wide_weights: COLUMNS, and OUTPUT0, OUTPUT1, OUTPUT2 (types of
+// the gradients).
 #include "norm_wide.cuh"
 
 #ifdef OUTPUT0
@@ -28,8 +29,8 @@ __device__ __forceinline__ void store_one(char* to, long long column, float valu
 }
 
 // partial [outputs, parts, COLUMNS]; a block takes 32 columns of one output: grid (COLUMNS / 32 rounded up, outputs).
-extern "C" __global__ void __launch_bounds__(32 * ADDERS) norm_wide_weights(const float* partial, char* output0, char* output1,
-                                                                          char* output2, long long parts) {
+extern "C" __global__ void __launch_bounds__(32 * ADDERS) norm_wide_weights(
+    const float* partial, char* output0, char* output1, char* output2, long long parts) {
     __shared__ float sums[ADDERS][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long column = (long long)blockIdx.x * 32 + lane;
@@ -72,8 +73,9 @@ constexpr bool HOLD = HAS_WEIGHT && 65536 / (THREADS * CTAS) - KEPT - 4 * WEIGHT
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0, "sums over a block halve it");
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
-    const char* dy, const char* x, const char* weight, const float* mean_in, const float* rstd_in, const char* dh, char* dx,
-    float* partial, long long rows, long long dy_stride, long long x_stride, long long dh_stride, float weight_offset) {
+    const char* dy, const char* x, const char* weight, const float* mean_in, const float* rstd_in, const char* dh,
+    char* dx, float* partial, long long rows, long long dy_stride, long long x_stride, long long dh_stride,
+    float weight_offset) {
     extern __shared__ __align__(128) char stages[];
     __shared__ float slots[2][WARPS][SUMS];
     __shared__ Exchange<CLUSTER> exchange;

@@ -130,9 +130,6 @@ def _norm_tile(
     normal = value.to(tl.float32)
     if CENTER:
         centre = tl.math.div_rn(row_sum(normal), divisor)
-        if LATE:
-            value = launder(value, never)
-            normal = value.to(tl.float32)
         normal -= centre
         if not EVEN:
             normal = tl.where(inside, normal, 0.0)

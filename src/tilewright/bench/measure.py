@@ -1,0 +1,269 @@
+"""How time is measured: one sample at a time by a watch, then statistics over samples.
+
+A watch is a callable that returns the microseconds of one call of what it watches. Kernel time comes from CUDA-graph
+replay with inputs rotated through more memory than the L2 holds; call time from the host's clock over batches. Which
+kernels are watched, and against whom, is decided in `engine.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.core.device import device_of
+
+Run = Callable[[], Any]
+Watch = Callable[[], float]
+
+BATCH = 500
+"""Calls in one sample of call time."""
+ROUNDS = 30
+COLD_FACTOR = 4
+"""Inputs are rotated over this many times the last-level cache."""
+MAX_SETS = 256
+"""Sets of inputs at most. Where that many do not cover the cache, it is flushed before each sample instead."""
+LEAST_CALLS = 10
+HOT_CALLS = 200
+LEAD_CYCLES = 1_000_000
+"""The GPU is kept busy this long while the host enqueues a replay, so that no host time is counted."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and interquartile range of samples, in microseconds."""
+
+    median: float
+    iqr: float
+
+
+@dataclass(frozen=True)
+class Duel:
+    """Two watches, interleaved. `ratio` is theirs over ours, with its 95 % interval: above 1 ours is faster."""
+
+    ours: Spread
+    theirs: Spread
+    ratio: float
+    low: float
+    high: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    if len(samples) < 2:
+        return Spread(samples[0], 0.0)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Spread(statistics.median(samples), high - low)
+
+
+def sample(watch: Watch, count: int = ROUNDS, *, seconds: float = 2.0, least: int = 5) -> Spread:
+    """Up to `count` samples; fewer, but at least `least`, where they would take longer than `seconds`."""
+    watch()  # the first one pays for what is lazy
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    with _collector_off():
+        while len(samples) < count and (len(samples) < least or time.perf_counter() < end):
+            samples.append(watch())
+    return spread(samples)
+
+
+def duel(ours: Watch, theirs: Watch, rounds: int = ROUNDS) -> Duel:
+    """ABBA rounds: drift that is linear over a round cancels in its ratio."""
+    ours(), theirs()
+    mine: list[float] = []
+    others: list[float] = []
+    ratios: list[float] = []
+    with _collector_off():
+        for _ in range(rounds):
+            a1, b1, b2, a2 = ours(), theirs(), theirs(), ours()
+            mine += [a1, a2]
+            others += [b1, b2]
+            ratios.append((b1 + b2) / (a1 + a2))
+    low, high = interval(ratios)
+    return Duel(spread(mine), spread(others), statistics.median(ratios), low, high)
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """An interval for the median that assumes nothing of the distribution: two order statistics, by the binomial law.
+
+    Of 30 values the 10th and the 21st cover the median with 95.7 %. Fewer than 6 values cannot give 95 %: all of them.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    outside = 0.0
+    skip = 0  # how many may be left off at each end
+    for k in range(n // 2):
+        outside += math.comb(n, k) / 2**n
+        if 2 * outside > 1 - confidence:
+            break
+        skip = k + 1
+    skip = max(skip - 1, 0)
+    return ordered[skip], ordered[n - 1 - skip]
+
+
+def rotation(set_bytes: int, cache_bytes: int) -> tuple[int, bool]:
+    """(sets of inputs, whether the cache must be flushed as well) for a cold measurement."""
+    wanted = math.ceil(COLD_FACTOR * cache_bytes / max(set_bytes, 1))
+    return min(max(wanted, 1), MAX_SETS), wanted > MAX_SETS
+
+
+@cache
+def cache_bytes(device: torch.device) -> int:
+    """The last cache before memory: the GPU's L2, the CPU's L3."""
+    if device.type == "cuda":
+        return device_of("cuda", device.index).l2_bytes or 50 << 20
+    for index in (3, 2):
+        try:
+            text = Path(f"/sys/devices/system/cpu/cpu0/cache/index{index}/size").read_text(encoding="ascii").strip()
+            return int(text.rstrip("KM")) << {"K": 10, "M": 20}[text[-1]]
+        except (OSError, ValueError, KeyError):
+            continue
+    return 32 << 20
+
+
+def kernel_watch(runs: Sequence[Run], device: torch.device, stream: Any, *, cold: bool, flush: bool = False) -> Watch:
+    """Watch the kernels of `runs`: the same work on one set of inputs each. A hot measurement uses the first alone."""
+    if device.type == "cuda":
+        return GraphWatch(runs if cold else runs[:1], device, stream, cold=cold, flush=flush)
+    return LoopWatch(runs[0])
+
+
+class GraphWatch:
+    """Device time of one call, by replay of a CUDA graph that holds many.
+
+    Outputs of one rotation are kept apart, so that writes are as cold as reads. What `runs` raise under capture
+    propagates.
+    """
+
+    def __init__(self, runs: Sequence[Run], device: torch.device, stream: Any, *, cold: bool, flush: bool) -> None:
+        self.device, self.stream = device, stream
+        count = len(runs)
+        if not cold:
+            self.calls = HOT_CALLS
+        elif flush:
+            self.calls = count  # a second rotation would find the first one's lines
+        else:
+            self.calls = count * math.ceil(LEAST_CALLS / count)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            with torch.cuda.stream(stream):
+                for run in (*runs[:2], *runs[:2]):
+                    run()
+            torch.cuda.synchronize(device)
+            self.graph = torch.cuda.CUDAGraph()
+            kept: list[Any] = [None] * count
+            with torch.cuda.graph(self.graph, stream=stream):
+                for i in range(self.calls):
+                    kept[i % count] = runs[i % count]()
+            self.kept = kept, runs
+            self.flushed = torch.zeros(COLD_FACTOR * cache_bytes(device) // 4, dtype=torch.int32, device=device) if flush else None
+            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(device)
+
+    def __call__(self) -> float:
+        start, end = self.events
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if self.flushed is not None:
+                self.flushed.amax()  # reads only: dirty lines would be written back during the measurement
+            torch.cuda._sleep(LEAD_CYCLES)
+            start.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / self.calls
+
+
+class LoopWatch:
+    """Host time of one call on a CPU, where the call is the work: a loop long enough for the clock."""
+
+    def __init__(self, run: Run, seconds: float = 0.005, most: int = 10_000) -> None:
+        self.run = run
+        run()
+        start = time.perf_counter()
+        run()
+        once = max(time.perf_counter() - start, 1e-7)
+        self.calls = min(max(int(seconds / once), 1), most)
+
+    def __call__(self) -> float:
+        run, calls = self.run, self.calls
+        start = time.perf_counter()
+        for _ in itertools.repeat(None, calls):
+            run()
+        return (time.perf_counter() - start) * 1e6 / calls
+
+
+class CallWatch:
+    """Host time of one call in a batch of `BATCH`, the device idle before and drained after."""
+
+    def __init__(self, run: Run, device: torch.device, batch: int = BATCH) -> None:
+        self.run, self.device, self.batch = run, device, batch
+
+    def __call__(self) -> float:
+        run = self.run
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in itertools.repeat(None, self.batch):
+            run()
+        torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) * 1e6 / self.batch
+
+
+def call_watch(run: Run, device: torch.device, batch: int = BATCH) -> Watch:
+    """Watch whole calls as a user makes them."""
+    return CallWatch(run, device, batch) if device.type == "cuda" else LoopWatch(run)
+
+
+def call_time(run: Run, device: torch.device, *, count: int = 10, seconds: float = 2.0) -> Spread:
+    """Time of a call as the host sees it."""
+    for _ in range(3):
+        run()
+    return sample(call_watch(run, device), count, seconds=seconds, least=3)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine can do, measured: bytes read plus written a second by a copy, bf16 operations by a product."""
+
+    copy_tb_s: float
+    matmul_tflops: float
+
+    def floor_us(self, bytes: int, operations: int) -> float:
+        """The least time for that many bytes and operations."""
+        return max(bytes / self.copy_tb_s, operations / self.matmul_tflops) / 1e6
+
+
+@cache
+def ceilings(device: torch.device) -> Ceilings:
+    """Measured once a process and device."""
+    gpu = device.type == "cuda"
+    size = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8) if gpu else 128 << 20
+    side = 8192 if gpu else 512
+    stream = torch.cuda.Stream(device) if gpu else None
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = sample(kernel_watch([lambda: target.copy_(source)], device, stream, cold=True), 20, seconds=1.0)
+    del source, target
+    generator = torch.Generator(device=device).manual_seed(0)
+    a, b = (torch.randn(side, side, generator=generator, device=device).bfloat16() for _ in range(2))
+    product = sample(kernel_watch([lambda: a @ b], device, stream, cold=True), 20, seconds=1.0)
+    return Ceilings(2 * size / copied.median / 1e6, 2 * side**3 / product.median / 1e6)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
