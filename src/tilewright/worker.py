@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -30,7 +30,7 @@ from tilewright.core.launch import Launch
 from tilewright.core.reason import Reason
 
 PINNED = "0.1.15"
-"""The one version whose names, lowering and templates are known here: TileLang removes and restores API within weeks."""
+"""The one version whose lowering and templates are known here: TileLang removes and restores API within weeks."""
 
 PASSES = {
     # Programs mask their own accesses; TileLang's bounds checks would need the number of elements as an argument.
@@ -174,7 +174,8 @@ def lower(launch: Launch, device: Device) -> Lowered:
 def _check_signature(source: str, symbol: str, parameters: Sequence[Parameter]) -> None:
     found = re.search(rf"__launch_bounds__\([^)]*\) {re.escape(symbol)}\((.*?)\) {{", source)
     written = [] if found is None else [text.strip() for text in found.group(1).split(",") if text.strip()]
-    expected = [rf".*\* __restrict__ {p.name}" if p.kind == "pointer" else f"{WORDS[p.kind]} {p.name}" for p in parameters]
+    expected = [rf".*\* __restrict__ {p.name}" if p.kind == "pointer" else f"{WORDS[p.kind]} {p.name}"
+                for p in parameters]  # fmt: skip
     if len(written) != len(expected) or any(not re.fullmatch(e, w) for e, w in zip(expected, written, strict=True)):
         raise TypeError(f"{symbol}: the generated kernel takes {written}, expected {parameters}")
 

@@ -99,15 +99,13 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     """
     ordered = sorted(values)
     n = len(ordered)
-    outside = 0.0
-    skip = 0  # how many may be left off at each end
+    outside, rank = 0.0, 0  # the interval runs from the rank-th smallest to the rank-th largest
     for k in range(n // 2):
-        outside += math.comb(n, k) / 2**n
-        if 2 * outside > 1 - confidence:
+        outside += 2 * math.comb(n, k) / 2**n
+        if outside > 1 - confidence:
             break
-        skip = k + 1
-    skip = max(skip - 1, 0)
-    return ordered[skip], ordered[n - 1 - skip]
+        rank = k
+    return ordered[rank], ordered[n - 1 - rank]
 
 
 def rotation(set_bytes: int, cache_bytes: int) -> tuple[int, bool]:
@@ -165,7 +163,8 @@ class GraphWatch:
                 for i in range(self.calls):
                     kept[i % count] = runs[i % count]()
             self.kept = kept, runs
-            self.flushed = torch.zeros(COLD_FACTOR * cache_bytes(device) // 4, dtype=torch.int32, device=device) if flush else None
+            words = COLD_FACTOR * cache_bytes(device) // 4
+            self.flushed = torch.zeros(words, dtype=torch.int32, device=device) if flush else None
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize(device)
 
@@ -244,18 +243,24 @@ class Ceilings:
 @cache
 def ceilings(device: torch.device) -> Ceilings:
     """Measured once a process and device."""
-    gpu = device.type == "cuda"
-    size = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8) if gpu else 128 << 20
-    side = 8192 if gpu else 512
-    stream = torch.cuda.Stream(device) if gpu else None
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    return Ceilings(_copy_rate(device, stream), _matmul_rate(device, stream))
+
+
+def _copy_rate(device: torch.device, stream: Any) -> float:
+    size = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8) if stream is not None else 128 << 20
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = sample(kernel_watch([lambda: target.copy_(source)], device, stream, cold=True), 20, seconds=1.0)
-    del source, target
+    took = sample(kernel_watch([lambda: target.copy_(source)], device, stream, cold=True), 20, seconds=1.0)
+    return 2 * size / took.median / 1e6
+
+
+def _matmul_rate(device: torch.device, stream: Any) -> float:
+    side = 8192 if stream is not None else 512
     generator = torch.Generator(device=device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device).bfloat16() for _ in range(2))
-    product = sample(kernel_watch([lambda: a @ b], device, stream, cold=True), 20, seconds=1.0)
-    return Ceilings(2 * size / copied.median / 1e6, 2 * side**3 / product.median / 1e6)
+    took = sample(kernel_watch([lambda: a @ b], device, stream, cold=True), 20, seconds=1.0)
+    return 2 * side**3 / took.median / 1e6
 
 
 @contextmanager

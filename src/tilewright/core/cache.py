@@ -175,7 +175,7 @@ class Cache:
             told, self._told = self._told, True
             self.problem = str(error)
         if not told:
-            log.warning("cache directory %s is not usable (%s): results are kept for this process only", self.root, error)
+            log.warning("cache directory %s is not usable (%s): results last as long as this process", self.root, error)
 
 
 def with_suppressed(action: Callable[..., object], *args: Any) -> None:

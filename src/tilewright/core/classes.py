@@ -8,35 +8,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.core import registry
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 
 
 def layout_class(call: Call, defaults: dict[str, Any]) -> str:
     """dtypes, column bucket, strides and alignment of each input, what is absent, options: the key of evidence."""
-    parts = [_layout(name, facts) for name, facts in call.tensors.items() if name not in call.outputs and facts]
+    parts = [_layout(name, facts, _has_columns(call, name)) for name, facts in _inputs(call)]
     return " ".join([*parts, *_options(call, defaults)])
 
 
 def call_class(call: Call, defaults: dict[str, Any]) -> str:
     """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections."""
-    parts = [
-        f"{_layout(name, facts)}[{_bucket(facts.rows)},{facts.columns}]"
-        for name, facts in call.tensors.items()
-        if name not in call.outputs and facts
-    ]
+    parts = []
+    for name, facts in _inputs(call):
+        columns = _has_columns(call, name)
+        sizes = f"[{_bucket(facts.rows)},{facts.columns}]" if columns else f"[{_bucket(facts.numel)}]"
+        parts.append(_layout(name, facts, columns) + sizes)
     return " ".join([*parts, *_options(call, defaults)])
 
 
-def _layout(name: str, facts: TensorFacts) -> str:
+def _inputs(call: Call) -> list[tuple[str, TensorFacts]]:
+    return [(name, facts) for name, facts in call.tensors.items() if name not in call.outputs and facts]
+
+
+def _has_columns(call: Call, name: str) -> bool:
+    """False for one number a row (statistics): their last dimension counts rows."""
+    return registry.op(call.op).probes.dims.get(name) != "M"
+
+
+def _layout(name: str, facts: TensorFacts, columns: bool) -> str:
+    if not columns:
+        return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.v{facts.align}"
     if facts.numel and all(s == 0 for s in facts.stride) and facts.shape:
         strides = "expanded"
     elif facts.column_stride != 1:
         strides = "strided"
     else:
         strides = f"r{len(facts.row_levels)}v{facts.vector_bytes()}"
-    columns = facts.columns
-    exact = "" if columns == _bucket(columns) else "-"
-    return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.{strides}.c{_bucket(columns)}{exact}"
+    width = facts.columns
+    exact = "" if width == _bucket(width) else "-"
+    return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.{strides}.c{_bucket(width)}{exact}"
 
 
 def _options(call: Call, defaults: dict[str, Any]) -> list[str]:

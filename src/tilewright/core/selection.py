@@ -7,7 +7,6 @@ Order of choice: pinned, tuned (measured here), ranked (shipped measurements, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -129,26 +128,28 @@ def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) ->
 
 
 def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metric: Metric) -> None:
-    """The fastest config that is not known to be wrong or broken; the kernel's own first guess without times."""
+    """The first config, among those not known to be wrong or broken, inside the tie band of the fastest; the kernel's
+    own first guess without times."""
     kernel, arch = candidate.kernel, call.device.arch
     refused: list[Reason] = []
-    best: tuple[float, int] | None = None
-    for place, config in enumerate(kernel.configs_for(call)):
+    usable: list[tuple[Config, Verdict | None, Time | None]] = []
+    for config in kernel.configs_for(call):
         broken = evidence.broken(kernel, config, arch)
         verdict = evidence.find(kernel, config, layout, arch) if kernel.backend != "reference" else None
         if broken is not None:
             refused.append(Reason("quarantine", f"{config}: {broken}", "lasts as long as this process"))
-            continue
-        if verdict is not None and verdict.passed is False:
+        elif verdict is not None and verdict.passed is False:
             refused.append(Reason("quarantine", f"{config}: wrong result, {verdict.detail}", verdict.where))
-            continue
-        time = times.find(kernel, config, call.op, cls, call.device)
-        score = (getattr(time, metric) if time else float("inf"), place)
-        if best is None or score < best:
-            best = score
-            candidate.config, candidate.verdict, candidate.time = config, verdict, time
-    if candidate.config is None:
+        else:
+            usable.append((config, verdict, times.find(kernel, config, call.op, cls, call.device)))
+    if not usable:
         candidate.reasons = refused or [Reason("config", "no config fits this call")]
+        return
+    timed = [u for u in usable if u[2] is not None and not u[2].shipped] or [u for u in usable if u[2] is not None]
+    if timed:
+        limit = min(getattr(u[2], metric) for u in timed) * (1 + TIE_BAND)
+        usable = [u for u in timed if getattr(u[2], metric) <= limit]
+    candidate.config, candidate.verdict, candidate.time = usable[0]
 
 
 def _order(candidate: Candidate, metric: Metric) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ and `stale` says so.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -64,22 +65,33 @@ def record(
     kernel: Kernel, config: Config, op: str, call_class: str, device: Device, call_us: float, kernel_us: float
 ) -> None:
     """Keep a measured time. The best of two runs' times is not taken: the newest stands."""
-    facts = {"call_us": call_us, "kernel_us": kernel_us, "date": evidence.today()}
+    record_many({(kernel, config): (call_us, kernel_us)}, op, call_class, device)
+
+
+def record_many(
+    measured: Mapping[tuple[Kernel, Config], tuple[float, float]], op: str, call_class: str, device: Device
+) -> None:
+    """Keep the (call, kernel) microseconds of several pairs of one class in one write: all or none are seen."""
+    facts = {
+        _pair(kernel, config): {"call_us": call_us, "kernel_us": kernel_us, "date": evidence.today()}
+        for (kernel, config), (call_us, kernel_us) in measured.items()
+    }
 
     def change(known: dict[str, Any]) -> None:
-        known.setdefault(_place(device), {})[_pair(kernel, config)] = facts
+        known.setdefault(_place(device), {}).update(facts)
 
-    changed = disk().update("times", f"{op} {call_class}", change)
-    change(changed)  # where the disk took nothing, this process still knows
-    _memory[op, call_class] = changed
+    known = _tuned(op, call_class)  # where the disk takes nothing, this process still knows
+    for place, pairs in disk().update("times", f"{op} {call_class}", change).items():
+        known.setdefault(place, {}).update(pairs)
     evidence.bump()
 
 
 def stale(op: str, call_class: str, device: Device) -> str:
     """Says that times exist for this class but from elsewhere; "" otherwise."""
     known = _tuned(op, call_class)
-    others = [place for place in known if place != _place(device)]
-    return f"times measured under {', '.join(others)} are not used here" if others and _place(device) not in known else ""
+    if not known or _place(device) in known:
+        return ""
+    return f"times measured under {', '.join(known)} are not used here"
 
 
 def forget() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from tilewright.core.cache import disk
 from tilewright.core.call import Call
@@ -54,10 +54,13 @@ class Limits:
     time: float = 120.0
 
 
+LIMITS = Limits()
+
+
 class Worker:
     """One `python -m tilewright.worker`, started by the first request and again after it died."""
 
-    def __init__(self, *, sees_gpu: bool = True, limits: Limits = Limits()) -> None:
+    def __init__(self, *, sees_gpu: bool = True, limits: Limits = LIMITS) -> None:
         self.sees_gpu, self.limits = sees_gpu, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
@@ -104,7 +107,7 @@ class Worker:
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if os.path.exists(p or "."))
         if not self.sees_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ""
-        self._errors = tempfile.TemporaryFile(prefix="tilewright-worker-")
+        self._errors = tempfile.TemporaryFile(prefix="tilewright-worker-")  # noqa: SIM115  closed with the worker
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tilewright.worker"],
             stdin=subprocess.PIPE,
@@ -158,7 +161,10 @@ class Worker:
         errors.seek(max(0, errors.tell() - TAIL_BYTES))
         tail = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         self.close()
-        how = "closed its pipe" if code is None else f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+        if code is None:
+            how = "closed its pipe"
+        else:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return WorkerFailed("died", f"{what}: the worker died ({how})" + (f": {tail[-1].strip()}" if tail else ""))
 
 
@@ -172,7 +178,7 @@ def _read(stream: IO[bytes], replies: queue.SimpleQueue[bytes | None]) -> None:
 class Pool:
     """The workers of one tuning run: one that runs kernels, and several that compile and see no GPU."""
 
-    def __init__(self, *, compilers: int | None = None, limits: Limits = Limits()) -> None:
+    def __init__(self, *, compilers: int | None = None, limits: Limits = LIMITS) -> None:
         self.limits = limits
         self.compilers = compilers or max(1, min(8, (os.cpu_count() or 2) - 1))
         self.runner = Worker(limits=limits)
@@ -280,7 +286,7 @@ class _Shared:
 _shared = _Shared()
 
 
-def prove_in_worker(kernel: Kernel, config: Config, call: Call, limits: Limits = Limits()) -> Verdict:
+def prove_in_worker(kernel: Kernel, config: Config, call: Call, limits: Limits = LIMITS) -> Verdict:
     """Check a kernel that is new to every architecture where it can do no harm.
 
     Raises:

@@ -1,29 +1,31 @@
-"""One sample of a kernel's time, in a worker: inputs made from facts and a seed, kernels bound once, short measurements.
+"""One sample of a kernel's time, in a worker: inputs made from facts and a seed, kernels bound once.
 
-How a time is taken is `tilewright.bench.measure`'s business on a GPU; on a CPU it is a median over short batches. Which
-samples are taken, and what follows from them, is decided by the client (`rounds.py`).
+How a time is taken is `tilewright.bench.measure`'s business. Which samples are taken, and what follows from them, is
+decided by the client (`rounds.py`).
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tilewright.bench import measure
 from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
-from tilewright.core.plan import Run, bind
+from tilewright.core.plan import bind
 from tilewright.verify.cases import make_inputs
 
-CPU_SECONDS = 0.02
-"""A sample's length on a CPU: long enough to average over the clock, short enough for many rounds."""
-CPU_BATCHES = 7
+SAMPLE_US = 6_000.0
+"""About how long the calls of one sample of call time take together."""
+LEAST_BATCH = 20
+LOOKS = 3
+"""A sample is the median of so many looks at a watch."""
 
 
 def inputs_of(call: Call, seed: int) -> list[Tensor | None]:
@@ -64,50 +66,56 @@ class Timing:
 
     def __init__(self, call: Call, seed: int) -> None:
         self.call = call
-        self.op = registry.op(call.op)
-        self.gpu = call.device.is_gpu
-        self.sets = [inputs_of(call, seed)]
-        if self.gpu:
-            from tilewright.bench import measure
-
-            self.sets = measure.rotate(self.sets[0], call.device.l2_bytes)
-        self._runs: dict[tuple[str, Config], Run] = {}
+        inputs = inputs_of(call, seed)
+        first = next(t for t in inputs if t is not None)
+        self.device = first.device
+        self.stream = torch.cuda.Stream(self.device) if call.device.is_gpu else None
+        self.sets, self.flush = [inputs], False
+        if call.device.is_gpu:
+            bytes = sum(f.numel * f.dtype.itemsize for f in call.tensors.values() if f is not None)
+            count, self.flush = measure.rotation(bytes, measure.cache_bytes(self.device))
+            self.sets += [_copy(inputs, call) for _ in range(count - 1)]
+        self._watches: dict[tuple[str, Config], tuple[measure.Watch, measure.Watch]] = {}
 
     def sample(self, kernel: Kernel, config: Config) -> tuple[float, float]:
-        """(call, kernel) microseconds: medians of one short measurement each."""
-        key = (kernel.name, config)
+        """(call, kernel) microseconds. Both are the same on a CPU, where the call is the work."""
+        try:
+            return self._sample(kernel, config)
+        except torch.OutOfMemoryError:
+            self._watches.clear()  # each holds outputs of its own
+            torch.cuda.empty_cache()
+            return self._sample(kernel, config)
+
+    def _sample(self, kernel: Kernel, config: Config) -> tuple[float, float]:
         with torch.no_grad():
-            run = self._runs.get(key)
-            if run is None:
-                run = bind(kernel, config, self.call)
-                for _ in range(3):
-                    run(*self.sets[0])
-                self._runs[key] = run
-            return self._on_gpu(run) if self.gpu else self._on_cpu(run)
+            calls, kernels = self._watch(kernel, config)
+            call_us = _median(calls)
+            return call_us, call_us if kernels is calls else _median(kernels)
 
-    def _on_cpu(self, run: Run) -> tuple[float, float]:
-        """The whole call: on a CPU nothing runs beside it."""
-        tensors = self.sets[0]
-        clock = time.perf_counter
-        start = clock()
-        run(*tensors)
-        once = max(clock() - start, 1e-7)
-        calls = max(1, math.ceil(CPU_SECONDS / CPU_BATCHES / once))
-        found: list[float] = []
-        for _ in range(CPU_BATCHES):
-            start = clock()
-            for _ in range(calls):
-                run(*tensors)
-            found.append((clock() - start) / calls)
-            if sum(found) * calls > 5 * CPU_SECONDS:  # a slow kernel: its batch is a single call
-                break
-        us = statistics.median(found) * 1e6
-        return us, us
+    def _watch(self, kernel: Kernel, config: Config) -> tuple[measure.Watch, measure.Watch]:
+        key = (kernel.name, config)
+        found = self._watches.get(key)
+        if found is None:
+            run = bind(kernel, config, self.call)
+            runs: Sequence[Callable[[], object]] = [partial(run, *tensors) for tensors in self.sets]
+            for _ in range(3):
+                runs[0]()
+            calls = measure.call_watch(runs[0], self.device, LEAST_BATCH)
+            kernels = calls
+            if self.stream is not None:
+                calls()
+                batch = min(max(int(SAMPLE_US / calls()), LEAST_BATCH), measure.BATCH)
+                calls = measure.call_watch(runs[0], self.device, batch)
+                kernels = measure.kernel_watch(runs, self.device, self.stream, cold=True, flush=self.flush)
+            calls()
+            found = self._watches[key] = calls, kernels
+        return found
 
-    def _on_gpu(self, run: Run) -> tuple[float, float]:
-        from tilewright.bench import measure
 
-        def call(*tensors: Any) -> Any:
-            return run(*tensors)
+def _median(watch: measure.Watch) -> float:
+    return statistics.median(watch() for _ in range(LOOKS))
 
-        return measure.call_time(call, self.sets[0]), measure.kernel_time(call, self.sets)
+
+def _copy(tensors: list[Tensor | None], call: Call) -> list[Tensor | None]:
+    facts = (call.tensors[n] for n in registry.op(call.op).tensors)
+    return [None if t is None else _laid_out(t.clone(), f) for t, f in zip(tensors, facts, strict=True)]

@@ -20,8 +20,8 @@ from tilewright.core.op import Op
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
-HUGE_STRIDE = (1 << 31) + 64
-"""A row stride, in elements, whose product with a row index leaves int32."""
+HUGE_STRIDE = (1 << 32) + 64
+"""A row stride, in elements, that int32 arithmetic takes for 64: a wrong row, not a wild address."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
         return tensor.transpose(0, -2).contiguous().transpose(0, -2)
     elif kind == "broadcast rows":
         return tensor[..., :1, :].expand(shape)
-    elif kind == "huge" and tensor.dim() == 2:  # row 1 lies beyond 2^31 elements; memory between is never touched
+    elif kind == "huge" and tensor.dim() == 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
         bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + columns, dtype=tensor.dtype, device=tensor.device)
         bent = bent.as_strided(shape, (HUGE_STRIDE, 1))
     else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright.core import evidence, registry
 from tilewright.core.call import Call, TensorFacts
@@ -33,7 +34,7 @@ def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
     emulated = registry.backend(kernel.backend).emulates(call.device)
     pool: dict[str, Any] = {}
     count = 0
-    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
         for case in probes(call, tiny=emulated):
             try:
                 inputs = build(case, op, where)

@@ -93,21 +93,30 @@ def verify(
     report = Report(str(facts), [])
     done = 0
     for op, dtype, kernels in work:
-        truths: dict[Case, tuple[Any, Truth]] = {}
         for kernel in kernels:
             if progress:
                 progress(f"{kernel.name} {str(dtype).removeprefix('torch.')}", done, total)
-            report.results.append(_verify(op, kernel, dtype, where, size, all_configs, record))
+            report.results.append(
+                verify_kernel(op, kernel, dtype, where, size=size, all_configs=all_configs, record=record)
+            )
             done += 1
-        truths.clear()
     if progress:
         progress("", total, total)
     return report
 
 
-def _verify(
-    op: Op[Any], kernel: Kernel, dtype: torch.dtype, where: torch.device, size: str | None, every: bool, record: bool
+def verify_kernel(
+    op: Op[Any],
+    kernel: Kernel,
+    dtype: torch.dtype,
+    where: torch.device,
+    *,
+    size: str | None = None,
+    all_configs: bool = False,
+    record: bool = False,
+    stop_at_failure: bool = False,
 ) -> Result:
+    """One kernel in one dtype over every case. See `verify`; `stop_at_failure` ends at the first red case."""
     backend = registry.backend(kernel.backend)
     facts = device_of(where.type, where.index)
     emulated = backend.emulates(facts)
@@ -144,7 +153,7 @@ def _verify(
         configs = kernel.configs_for(call)
         failed = []
         truth = truth_of(op, inputs, options, saving)
-        for config in configs if every else configs[:1]:
+        for config in configs if all_configs else configs[:1]:
             outcome = _guarded_check(kernel, config, op, inputs, options, truth, saving, emulated)
             if saving and not outcome.problems:
                 outcome.problems += _without_saving(kernel, config, op, inputs, options, truth, emulated)
@@ -164,6 +173,8 @@ def _verify(
                 {"case": str(case), "config": str(config), "problem": "; ".join(outcome.problems),
                  "script": write_script(kernel, config, case, outcome.problems, where)}
             )  # fmt: skip
+            if stop_at_failure:
+                return result
         else:
             result.passed += 1
     for config, pool in pools.items():

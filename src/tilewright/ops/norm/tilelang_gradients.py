@@ -1,15 +1,31 @@
-"""Device code of the norm family's backwards in TileLang. Flags, arguments and layouts are as in `tilelang_programs.py`.
+"""Device code of the norm family's backwards in TileLang. Flags, arguments, layouts: as in `tilelang_programs.py`.
 
 Weight gradients are summed in two stages in an order that the shape and the grid fix: every group of threads of
-`backward` sums the rows that it visits and writes one row of partial sums; `reduce_columns` adds those rows up. Rows too
-wide for registers take `backward` for dx alone, which then keeps the two means of each row, and `partial_columns`.
+`backward` sums the rows that it visits, a block writes one row of partial sums, and `reduce_columns` adds those rows
+up. Rows too wide for registers take `backward` for dx alone, which keeps the two means of each row, and then
+`partial_columns`.
 """
 
 from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.norm.tilelang_programs import F32, dense, f32, line, load_line, load_rows, tile
+from tilewright.ops.norm.tilelang_programs import (
+    F32,
+    by_warp,
+    column_of,
+    dense,
+    each_row,
+    each_warp,
+    f32,
+    gather_sums,
+    line,
+    load_line,
+    load_rows,
+    share_sums,
+    tile,
+    warps,
+)
 
 
 def normalised(kind: str, value: Any, mean: Any, rstd: Any) -> Any:
@@ -27,7 +43,7 @@ def weighted(kind: str, value: Any, weight: Any, weight_offset: Any) -> Any:
 
 
 @T.macro
-def store_sum(partial, sums, columns, rows, first, at_row, columns_like):  # type: ignore[no-untyped-def]
+def store_sum(partial, sums, columns, rows, first, at_row, columns_like):
     """One row of partial sums: those of the block's groups of threads, added up."""
     if rows == 1:
         for i, j in T.Parallel(*sums.shape):
@@ -57,37 +73,19 @@ def backward(
     held = tiles == 1
     divisor = 1.0 if kind == "l2" else float(C)
     rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    warps_like, (warp_count, span) = by_warp(R, width, vec, lanes), warps(width, vec, lanes)
     means = dy_layout is not None and (dx_needed or "pre_bias" in sums)
     n = T.dynamic("n", "int64")
 
     @T.prim_func
     def norm_backward(
-        dy: T.Tensor((n,), dtype),
-        x: T.Tensor((n,), dtype),
-        weight: T.Tensor((n,), weight_dtype),
-        mean: T.Tensor((n,), F32),
-        rstd: T.Tensor((n,), F32),
-        dh: T.Tensor((n,), dtype),
-        dx: T.Tensor((n,), dtype),
-        partial: T.Tensor((n,), F32),
-        row_means: T.Tensor((n,), F32),
-        rows: T.int32,
-        programs: T.int32,
-        weight_offset: T.float32,
-        dy_inner: T.int32,
-        dy_outer: T.int64,
-        dy_stride: T.int64,
-        dy_step: T.int64,
-        x_inner: T.int32,
-        x_outer: T.int64,
-        x_stride: T.int64,
-        x_step: T.int64,
-        dh_inner: T.int32,
-        dh_outer: T.int64,
-        dh_stride: T.int64,
-        dh_step: T.int64,
-        weight_step: T.int64,
-    ):
+        dy: T.Tensor((n,), dtype), x: T.Tensor((n,), dtype), weight: T.Tensor((n,), weight_dtype),
+        mean: T.Tensor((n,), F32), rstd: T.Tensor((n,), F32), dh: T.Tensor((n,), dtype), dx: T.Tensor((n,), dtype),
+        partial: T.Tensor((n,), F32), row_means: T.Tensor((n,), F32),
+        rows: T.int32, programs: T.int32, weight_offset: T.float32, dy_inner: T.int32, dy_outer: T.int64,
+        dy_stride: T.int64, dy_step: T.int64, x_inner: T.int32, x_outer: T.int64, x_stride: T.int64, x_step: T.int64,
+        dh_inner: T.int32, dh_outer: T.int64, dh_stride: T.int64, dh_step: T.int64, weight_step: T.int64,
+    ):  # fmt: skip
         with T.Kernel(programs, threads=R * lanes) as block:
             xs = T.alloc_fragment((R, width), dtype)
             dys = T.alloc_fragment((R, width), dtype)
@@ -97,8 +95,17 @@ def backward(
             mean_e = T.alloc_fragment((R,), F32)
             mean_en = T.alloc_fragment((R,), F32)
             T.annotate_layout({xs: rows_like, dys: rows_like, terms: rows_like})
+            T.annotate_layout(dict.fromkeys((row_mean, row_rstd, mean_e, mean_en), each_row(R, lanes)))
             dy_place = (dy_inner, dy_outer, dy_stride, dy_step)
             x_place = (x_inner, x_outer, x_stride, x_step)
+            if means:
+                en_terms = T.alloc_fragment((R, warp_count, span), F32)
+                e_terms = T.alloc_fragment((R, warp_count, span), F32)
+                en_part = T.alloc_fragment((R, warp_count), F32)
+                e_part = T.alloc_fragment((R, warp_count), F32)
+                shared = T.alloc_shared((2, R, warp_count), F32)
+                T.annotate_layout({en_terms: warps_like, e_terms: warps_like})
+                T.annotate_layout({en_part: each_warp(R, lanes), e_part: each_warp(R, lanes)})
             if dh_layout is not None:
                 dhs = T.alloc_fragment((R, width), dtype)
                 T.annotate_layout({dhs: rows_like})
@@ -137,36 +144,34 @@ def backward(
                     if dh_layout is not None:
                         load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, 0, dh_place)
                 if means:
+                    T.clear(en_terms)
                     if kind == "layer":
-                        T.clear(terms)
-                        for k in T.serial(tiles):
-                            if not held:
-                                load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
-                                if weight_layout is not None:
-                                    load_line(ws, weight, weight_layout, C, k * width, weight_step)
-                            for i, j in T.Parallel(R, width):
-                                terms[i, j] += weighted(
-                                    kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
-                                )
-                        T.reduce_sum(terms, mean_e, dim=1)
-                        for i in T.Parallel(R):
-                            mean_e[i] = mean_e[i] / T.float32(divisor)
-                    T.clear(terms)
+                        T.clear(e_terms)
                     for k in T.serial(tiles):
                         if not held:
                             load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
                             load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                             if weight_layout is not None:
                                 load_line(ws, weight, weight_layout, C, k * width, weight_step)
-                        for i, j in T.Parallel(R, width):
-                            product = normalised(kind, xs[i, j], row_mean[i], row_rstd[i]) * weighted(
+                        for i, w, e in T.Parallel(R, warp_count, span):
+                            j = column_of(w, e, width, vec, lanes)
+                            value = weighted(
                                 kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
                             )
+                            if kind == "layer":
+                                e_terms[i, w, e] += value
+                            product = normalised(kind, xs[i, j], row_mean[i], row_rstd[i]) * value
                             # a padded column of a row whose statistics are not finite is no number either
-                            terms[i, j] += T.if_then_else(k * width + j < C, product, T.float32(0))
-                    T.reduce_sum(terms, mean_en, dim=1)
+                            en_terms[i, w, e] += T.if_then_else(k * width + j < C, product, T.float32(0))
+                    share_sums(en_terms, en_part, shared, 0, warp_count)
+                    if kind == "layer":
+                        share_sums(e_terms, e_part, shared, 1, warp_count)
+                        gather_sums(e_part, shared, 1, warp_count, mean_e)
+                    gather_sums(en_part, shared, 0, warp_count, mean_en)
                     for i in T.Parallel(R):
                         mean_en[i] = mean_en[i] / T.float32(divisor)
+                        if kind == "layer":
+                            mean_e[i] = mean_e[i] / T.float32(divisor)
                 for k in T.serial(tiles):
                     if not held:
                         if dy_layout is not None:
@@ -180,7 +185,9 @@ def backward(
                         for i, j in T.Parallel(R, width):
                             value = T.float32(0)
                             if dy_layout is not None:
-                                value = weighted(kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
+                                value = weighted(
+                                    kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                                )
                                 if kind == "layer":
                                     value = value - mean_e[i]
                                 value = (
@@ -235,31 +242,13 @@ def partial_columns(
 
     @T.prim_func
     def norm_partial_columns(
-        dy: T.Tensor((n,), dtype),
-        x: T.Tensor((n,), dtype),
-        weight: T.Tensor((n,), weight_dtype),
-        mean: T.Tensor((n,), F32),
-        rstd: T.Tensor((n,), F32),
-        dh: T.Tensor((n,), dtype),
-        partial: T.Tensor((n,), F32),
-        row_means: T.Tensor((n,), F32),
-        rows: T.int32,
-        programs: T.int32,
-        weight_offset: T.float32,
-        dy_inner: T.int32,
-        dy_outer: T.int64,
-        dy_stride: T.int64,
-        dy_step: T.int64,
-        x_inner: T.int32,
-        x_outer: T.int64,
-        x_stride: T.int64,
-        x_step: T.int64,
-        dh_inner: T.int32,
-        dh_outer: T.int64,
-        dh_stride: T.int64,
-        dh_step: T.int64,
-        weight_step: T.int64,
-    ):
+        dy: T.Tensor((n,), dtype), x: T.Tensor((n,), dtype), weight: T.Tensor((n,), weight_dtype),
+        mean: T.Tensor((n,), F32), rstd: T.Tensor((n,), F32), dh: T.Tensor((n,), dtype),
+        partial: T.Tensor((n,), F32), row_means: T.Tensor((n,), F32),
+        rows: T.int32, programs: T.int32, weight_offset: T.float32, dy_inner: T.int32, dy_outer: T.int64,
+        dy_stride: T.int64, dy_step: T.int64, x_inner: T.int32, x_outer: T.int64, x_stride: T.int64, x_step: T.int64,
+        dh_inner: T.int32, dh_outer: T.int64, dh_stride: T.int64, dh_step: T.int64, weight_step: T.int64,
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(C, width), programs, threads=R * lanes) as (column_block, block):
             xs = T.alloc_fragment((R, width), dtype)
             dys = T.alloc_fragment((R, width), dtype)
@@ -320,7 +309,9 @@ def partial_columns(
                                 if kind == "layer":
                                     mean_e[i] = row_means[T.Cast("int64", rows) + first_row + i]
                         for i, j in T.Parallel(R, width):
-                            value = weighted(kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset)
+                            value = weighted(
+                                kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
+                            )
                             if kind == "layer":
                                 value = value - mean_e[i]
                             value = (
@@ -363,10 +354,12 @@ def reduce_columns(*, columns: int, dtypes: tuple[str, ...], lanes: int, depth: 
             part = T.alloc_fragment((depth, lanes), F32)
             ahead = T.alloc_fragment((unroll, depth, lanes), F32)
             total = T.alloc_fragment((lanes,), F32)
-            T.annotate_layout({
-                part: T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)),
-                ahead: T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
-            })
+            T.annotate_layout(
+                {
+                    part: T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)),
+                    ahead: T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
+                }
+            )
             T.clear(part)
             for turn in T.serial(T.ceildiv(count, depth * unroll)):
                 T.clear(ahead)

@@ -42,6 +42,42 @@ def line(rows: int, width: int, vec: int, lanes: int) -> Any:
     return T.Fragment((width,), forward_fn=place, replicate=rows)
 
 
+def warps(width: int, vec: int, lanes: int) -> tuple[int, int]:
+    """How many warps share a row and how many of its elements each one holds."""
+    count = max(1, lanes // 32)
+    return count, width // count
+
+
+def by_warp(rows: int, width: int, vec: int, lanes: int) -> Any:
+    """The elements of `tile`, in the same places, as [rows, warps, elements of a warp]: see `column_of`."""
+    count, span = warps(width, vec, lanes)
+    near = lanes // count
+
+    def place(i: Any, w: Any, e: Any) -> tuple[Any, Any]:
+        return i * lanes + w * near + (e // vec) % near, (e // (vec * near)) * vec + e % vec
+
+    return T.Fragment((rows, count, span), forward_fn=place)
+
+
+def column_of(w: Any, e: Any, width: int, vec: int, lanes: int) -> Any:
+    """The column of element `e` of warp `w`."""
+    count, _ = warps(width, vec, lanes)
+    chunk = vec * (lanes // count)
+    return (e // chunk) * (chunk * count) + w * chunk + e % chunk
+
+
+def each_row(rows: int, lanes: int) -> Any:
+    """One value a row, held by all of its threads."""
+    return T.Fragment((rows,), forward_fn=lambda i, copy=0: (i * lanes + copy, 0), replicate=lanes)
+
+
+def each_warp(rows: int, lanes: int) -> Any:
+    """One value for each row and warp, held by all threads of the warp."""
+    count = max(1, lanes // 32)
+    near = lanes // count
+    return T.Fragment((rows, count), forward_fn=lambda i, w, copy=0: (i * lanes + w * near + copy, 0), replicate=near)
+
+
 def at(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, Any, Any, Any]) -> Any:
     """The int64 element offset of (row, column); the int32 row is widened before it multiplies."""
     inner, outer, stride, step = place
@@ -65,7 +101,7 @@ def dense(columns: int, row: Any, column: Any) -> Any:
 
 
 @T.macro
-def load_rows(to, source, layout, vec, columns, first_row, rows, first, place):  # type: ignore[no-untyped-def]
+def load_rows(to, source, layout, vec, columns, first_row, rows, first, place):
     """Fill a tile; rows and columns outside of the tensor are 0."""
     T.clear(to)
     for i, j in T.Parallel(*to.shape):
@@ -74,7 +110,7 @@ def load_rows(to, source, layout, vec, columns, first_row, rows, first, place): 
 
 
 @T.macro
-def load_line(to, source, layout, columns, first, step):  # type: ignore[no-untyped-def]
+def load_line(to, source, layout, columns, first, step):
     """Fill a row of weights; columns outside of the tensor are 0."""
     T.clear(to)
     for j in T.Parallel(*to.shape):
@@ -83,10 +119,31 @@ def load_line(to, source, layout, columns, first, step):  # type: ignore[no-unty
 
 
 @T.macro
-def store_rows(to, tile_, columns, first_row, rows, first):  # type: ignore[no-untyped-def]
+def store_rows(to, tile_, columns, first_row, rows, first):
     for i, j in T.Parallel(*tile_.shape):
         if (first_row + i < rows) & (first + j < columns):
             to[dense(columns, first_row + i, first + j)] = tile_[i, j]
+
+
+@T.macro
+def share_sums(terms, part, shared, slot, warp_count):
+    """First half of a row sum: add up within each warp, by shuffles, and show the other warps."""
+    T.reduce_sum(terms, part, dim=2)
+    if warp_count > 1:
+        for i, w in T.Parallel(*part.shape):
+            shared[slot, i, w] = part[i, w]
+
+
+@T.macro
+def gather_sums(part, shared, slot, warp_count, out):
+    """Second half: every thread adds the warps' sums in the same order. Two barriers, however many warps there are,
+    where `T.reduce_sum` across warps needs two for each halving."""
+    for i in T.Parallel(*out.shape):
+        out[i] = part[i, 0] if warp_count == 1 else T.float32(0)
+    if warp_count > 1:
+        for w in T.unroll(warp_count):
+            for i in T.Parallel(*out.shape):
+                out[i] += shared[slot, i, w]
 
 
 def forward(
@@ -103,42 +160,30 @@ def forward(
     C, R = columns, block_rows
     width = -(-C // (vec * lanes * tiles)) * vec * lanes
     rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    warps_like, (warp_count, span) = by_warp(R, width, vec, lanes), warps(width, vec, lanes)
     held = tiles == 1
     h_place = (1, 0, C // vec, 1)
     n = T.dynamic("n", "int64")
 
     @T.prim_func
     def norm_forward(
-        x: T.Tensor((n,), dtype),
-        residual: T.Tensor((n,), dtype),
-        pre_bias: T.Tensor((n,), pre_bias_dtype),
-        weight: T.Tensor((n,), weight_dtype),
-        bias: T.Tensor((n,), bias_dtype),
-        y: T.Tensor((n,), dtype),
-        h: T.Tensor((n,), dtype),
-        mean: T.Tensor((n,), F32),
-        rstd: T.Tensor((n,), F32),
-        rows: T.int32,
-        eps: T.float32,
-        weight_offset: T.float32,
-        x_inner: T.int32,
-        x_outer: T.int64,
-        x_stride: T.int64,
-        x_step: T.int64,
-        residual_inner: T.int32,
-        residual_outer: T.int64,
-        residual_stride: T.int64,
-        residual_step: T.int64,
-        weight_step: T.int64,
-        bias_step: T.int64,
+        x: T.Tensor((n,), dtype), residual: T.Tensor((n,), dtype), pre_bias: T.Tensor((n,), pre_bias_dtype),
+        weight: T.Tensor((n,), weight_dtype), bias: T.Tensor((n,), bias_dtype), y: T.Tensor((n,), dtype),
+        h: T.Tensor((n,), dtype), mean: T.Tensor((n,), F32), rstd: T.Tensor((n,), F32),
+        rows: T.int32, eps: T.float32, weight_offset: T.float32, x_inner: T.int32, x_outer: T.int64,
+        x_stride: T.int64, x_step: T.int64, residual_inner: T.int32, residual_outer: T.int64,
+        residual_stride: T.int64, residual_step: T.int64, weight_step: T.int64, bias_step: T.int64,
         pre_bias_step: T.int64,
-    ):
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(rows, R), threads=R * lanes) as block:
             xs = T.alloc_fragment((R, width), dtype)
-            terms = T.alloc_fragment((R, width), F32)
+            terms = T.alloc_fragment((R, warp_count, span), F32)
+            part = T.alloc_fragment((R, warp_count), F32)
             row_mean = T.alloc_fragment((R,), F32)
             row_rstd = T.alloc_fragment((R,), F32)
-            T.annotate_layout({xs: rows_like, terms: rows_like})
+            T.annotate_layout({xs: rows_like, terms: warps_like, part: each_warp(R, lanes)})
+            T.annotate_layout({row_mean: each_row(R, lanes), row_rstd: each_row(R, lanes)})
+            shared = T.alloc_shared((2, R, warp_count), F32)
             x_place = (x_inner, x_outer, x_stride, x_step)
             if residual_layout is not None:
                 rs = T.alloc_fragment((R, width), dtype)
@@ -171,10 +216,12 @@ def forward(
                         for i, j in T.Parallel(R, width):
                             xs[i, j] = T.Cast(dtype, f32(xs[i, j]) + f32(rs[i, j]))
                     store_rows(h, xs, C, block * R, rows, k * width)
-                for i, j in T.Parallel(R, width):
-                    terms[i, j] += f32(xs[i, j]) if centred else f32(xs[i, j]) * f32(xs[i, j])
+                for i, w, e in T.Parallel(R, warp_count, span):
+                    value = f32(xs[i, column_of(w, e, width, vec, lanes)])
+                    terms[i, w, e] += value if centred else value * value
             if centred:
-                T.reduce_sum(terms, row_mean, dim=1)
+                share_sums(terms, part, shared, 0, warp_count)
+                gather_sums(part, shared, 0, warp_count, row_mean)
                 for i in T.Parallel(R):
                     row_mean[i] = row_mean[i] / T.float32(C)
                 T.clear(terms)
@@ -184,10 +231,12 @@ def forward(
                             load_rows(xs, h, "1v", vec, C, block * R, rows, k * width, h_place)
                         else:
                             load_rows(xs, x, x_layout, vec, C, block * R, rows, k * width, x_place)
-                    for i, j in T.Parallel(R, width):
-                        centred_value = f32(xs[i, j]) - row_mean[i]
-                        terms[i, j] += T.if_then_else(k * width + j < C, centred_value * centred_value, T.float32(0))
-            T.reduce_sum(terms, row_rstd, dim=1)
+                    for i, w, e in T.Parallel(R, warp_count, span):
+                        j = column_of(w, e, width, vec, lanes)
+                        value = f32(xs[i, j]) - row_mean[i]
+                        terms[i, w, e] += T.if_then_else(k * width + j < C, value * value, T.float32(0))
+            share_sums(terms, part, shared, 1, warp_count)
+            gather_sums(part, shared, 1, warp_count, row_rstd)
             for i in T.Parallel(R):
                 # the approximate root is 2 ulp off: most of the error of a float32 norm
                 row_rstd[i] = T.ieee_frsqrt(row_rstd[i] / T.float32(divisor) + eps)

@@ -1,8 +1,8 @@
 """How Triton runs the forward of every norm: one kernel for rows that fit the registers, one that walks wide rows.
 
-Both serve rms_norm, add_rms_norm, layer_norm, add_layer_norm and l2_norm; the options that tell them apart are compile-time
-constants. The tile helpers are shared with the backward kernels, which live in `triton_backward`; how many rows and
-warps a program gets lives in `triton_configs`. What the ops mean is said by their references in `__init__`.
+Both serve rms_norm, add_rms_norm, layer_norm, add_layer_norm and l2_norm; what tells these apart is fixed at compile
+time. The tile helpers are shared with the backward kernels, which live in `triton_backward`; how many rows and warps a
+program gets lives in `triton_configs`. What the ops mean is said by their definitions in `forward`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 
-# A tile is [ROWS, CHUNKS, LANES]: column c of a row stands at chunk c // LANES, lane c % LANES. Triton gives warps to the
-# lanes first and then to the rows, so LANES decides how many warps share a row. With one warp a row the sums need
+# A tile is [ROWS, CHUNKS, LANES]: column c of a row stands at chunk c // LANES, lane c % LANES. Triton gives warps to
+# the lanes first and then to the rows, so LANES decides how many warps share a row. With one warp a row the sums need
 # no barrier at all.
 
 
@@ -250,7 +250,7 @@ def norm_wide_rows(
         partial += wide if CENTER else wide * wide
     total = tl.math.div_rn(tl.sum(partial, axis=0), divisor)
     if HAS_RESIDUAL:
-        # The sum is read back rather than formed again: other threads of the block may have written what this one reads.
+        # The sum is read back, not formed again, and other threads of the block may have written what this one reads.
         tl.debug_barrier()
         source, source_row = h, out
     else:

@@ -60,9 +60,9 @@ def norm_backward_rows(
     DOTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs along axis 0 share the rows, every `num_programs`-th tile each; axis 1 cuts columns when DOTS are given.
+    """Programs along axis 0 share the rows, every `num_programs`-th tile each; axis 1 cuts columns if DOTS are given.
 
-    With e = dy * w and n the normalised value: D = rstd * (e - mean(e) - n * mean(e * n)) + dh, the first mean only if CENTER.
+    With e = dy * w and n the normalised value, D = rstd * (e - mean(e) - n * mean(e * n)) + dh; mean(e) only if CENTER.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
@@ -143,7 +143,8 @@ def norm_backward_rows(
         if NEEDS_DX:
             store_tile(dx + rows * total_columns + columns, gradient, mask, MASKED)
     if NEEDS_DWEIGHT:
-        store_tile(partials + program * total_columns + columns, tl.sum(dweight, axis=0, keep_dims=True), inside, not EVEN)
+        place = program * total_columns
+        store_tile(partials + place + columns, tl.sum(dweight, axis=0, keep_dims=True), inside, not EVEN)
     if NEEDS_DBIAS:
         place = (NEEDS_DWEIGHT * programs + program) * total_columns
         store_tile(partials + place + columns, tl.sum(dbias, axis=0, keep_dims=True), inside, not EVEN)
@@ -271,9 +272,7 @@ def _backward(call: Call, config: Config, x: TensorFacts, center: bool, stored: 
     tile = tile_constants(width, x.dtype.itemsize, config)
     tile["EVEN"] = x.columns % (tile["CHUNKS"] * tile["LANES"]) == 0
     cuts = math.ceil(x.columns / (tile["CHUNKS"] * tile["LANES"]))
-    groups = min(
-        math.ceil(x.rows / config.rows), max(1, call.device.multiprocessors * config.per_sm // cuts)
-    )
+    groups = min(math.ceil(x.rows / config.rows), max(1, call.device.multiprocessors * config.per_sm // cuts))
     kinds = sum(needed.values())
     partials = Scratch("partials", (kinds, groups, x.columns)) if kinds else None
     launches.append(

@@ -15,6 +15,10 @@ def power_of_2_at_least(n: int) -> int:
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
+    return tuple(dict.fromkeys(_forward_configs(call)))
+
+
+def _forward_configs(call: Call) -> tuple[Config, ...]:
     x: TensorFacts = call.x
     block = power_of_2_at_least(x.columns)
     size = block * x.dtype.itemsize
@@ -40,15 +44,16 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
             Config(rows=2, num_warps=warps),
             Config(rows=1, num_warps=warps, per_sm=4, stages=2),
         )
-    # Narrow rows: a warp each, several warps a program, several rows a warp until a thread has 16 bytes.
+    one = Config(rows=1, num_warps=max(1, size // 512))
     rows = max(4, min(512, 8192 // max(size, 1)))
-    return (
+    many = (
         Config(rows=rows, num_warps=4),
-        Config(rows=rows * 2, num_warps=4),
         Config(rows=rows * 2, num_warps=8),
-        Config(rows=4, num_warps=4),
-        Config(rows=1, num_warps=max(1, size // 512)),
+        Config(rows=rows * 2, num_warps=4),
+        Config(rows=max(1, rows // 2), num_warps=4),
     )
+    # A warp a row pays once every multiprocessor has several programs; before that one row a program spreads wider.
+    return (*many, one) if x.rows > 8 * rows * call.device.multiprocessors else (one, *many)
 
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
@@ -72,7 +77,7 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
             Config(rows=1, num_warps=warps * 2, per_sm=1, stages=3),
             Config(rows=1, num_warps=warps, per_sm=3, stages=2),
         )
-    rows = max(4, min(512, 8192 // size))
+    rows = max(4, min(512, 4096 // size))
     return (
         Config(rows=rows, num_warps=4, per_sm=2, stages=2),
         Config(rows=rows, num_warps=4, per_sm=4, stages=1),

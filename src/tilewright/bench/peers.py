@@ -1,0 +1,93 @@
+"""Rivals: what a user would call instead of an op. Adapters are data of the op's family, imported when asked for.
+
+A family that has rivals keeps them in a module `peers` beside its ops, as PEERS: {op: {peer: maker}}. A maker takes
+the op's tensors by name and its options, imports the rival and returns a function without arguments that returns the
+op's outputs, differentiable. It raises ImportError where the rival is not installed and NotImplementedError where it
+cannot compute these options. This file finds them, and checks that they compute the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.bench.measure import Run
+from tilewright.bench.problems import Problem, Tensors
+from tilewright.core.op import Op
+
+Maker = Callable[[Mapping[str, Any], Mapping[str, Any]], Run]
+TOLERANCE = 0.03
+"""Largest difference from the definition, over the largest value: enough to tell another function, not a proof."""
+MOST_CHECKED = 1 << 26
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    maker: Maker
+
+    def runs(self, problem: Problem, sets: Sequence[Tensors]) -> list[Run]:
+        """The problem on each set. For a backward: the gradient alone, of a graph that is kept.
+
+        Call it on the stream that will be captured: autograd runs a backward where its forward ran.
+        """
+        options = {**problem.owner.options, **problem.options}
+        if not problem.backward:
+            return [self.maker(tensors, options) for tensors in sets]
+
+        def forward(leaves: Tensors) -> Any:
+            return self.maker(leaves, options)()
+
+        return [gradient_of(problem, forward, timed, seed) for seed, timed in enumerate(sets)]
+
+    def check(self, problem: Problem, run: Run, timed: Tensors) -> None:
+        """Compare with the definition on the first set.
+
+        Raises:
+            NotImplementedError: it computes something else.
+        """
+        if math.prod(problem.shape) > MOST_CHECKED:
+            return
+        options = {**problem.owner.options, **problem.options}
+
+        def define(tensors: Mapping[str, Any]) -> Any:
+            return problem.owner.reference(*(tensors[n] for n in problem.owner.tensors), **options)
+
+        wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
+        for mine, theirs in zip(_tuple(wanted), _tuple(run()), strict=True):
+            worst = (mine.float() - theirs.float()).abs().max() / mine.float().abs().max().clamp_min(1e-6)
+            if not worst < TOLERANCE:
+                raise NotImplementedError(f"computes something else: off by {float(worst):.2g} of the largest value")
+
+
+def gradient_of(problem: Problem, forward: Callable[[Tensors], Any], timed: Tensors, seed: int) -> Run:
+    """Run `forward` on leaves once; returns the gradient of its outputs by autograd, as often as it is called."""
+    with torch.enable_grad():
+        leaves = problem.leaves(seed)
+        outputs = _tuple(forward(leaves))
+    wanted = [t for t in leaves.values() if t is not None]
+    upstream = problem.upstream(timed)
+    return lambda: torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
+
+
+def peers_of(op: Op[Any]) -> list[Peer]:
+    """The rivals that the op's family declares."""
+    place = op.reference.__module__.rpartition(".")[0] + ".peers"
+    try:
+        if importlib.util.find_spec(place) is None:
+            return []
+    except ModuleNotFoundError:
+        return []
+    declared: Mapping[str, Mapping[str, Maker]] = importlib.import_module(place).PEERS
+    return [Peer(name, maker) for name, maker in declared.get(op.name, {}).items()]
+
+
+def _tuple(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)

@@ -1,0 +1,165 @@
+"""What is measured: an op, forward or backward, on inputs of one shape and dtype.
+
+Inputs come from the conformance engine's generator, several sets of them, so that a kernel can be timed on memory that
+no cache holds. How they are timed is in `measure.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.core import registry
+from tilewright.core.call import Call
+from tilewright.core.device import Device, device_of
+from tilewright.core.dispatch import facts_of
+from tilewright.core.errors import InvalidArgument, UnknownName
+from tilewright.core.op import Op, Workload
+from tilewright.verify.cases import make_inputs
+
+Tensors = dict[str, Tensor | None]
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pass of `owner`. The op that is timed is `owner` itself, or the op of its gradient."""
+
+    owner: Op[Any]
+    backward: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    workload: str
+    device: torch.device
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def op(self) -> Op[Any]:
+        if not self.backward:
+            return self.owner
+        assert self.owner.gradient is not None
+        return registry.op(self.owner.gradient.op)
+
+    @property
+    def pass_name(self) -> str:
+        return PASSES[self.backward]
+
+    @property
+    def place(self) -> Device:
+        return device_of(self.device.type, self.device.index)
+
+    @cached_property
+    def absent(self) -> tuple[str, ...]:
+        """Optional tensors of `owner` that are left out: the first set that its probes name."""
+        return tuple(self.owner.probes.absent[0])
+
+    @cached_property
+    def timed_options(self) -> dict[str, Any]:
+        """Options of the timed op; a backward computes every gradient that there is."""
+        if not self.backward:
+            return {**self.owner.options, **self.options}
+        gradient = self.owner.gradient
+        assert gradient is not None
+        found = {n: self.options.get(n, default) for n, default in self.op.options.items()}
+        if self.op.may_skip:
+            wanted = {result for name, result in gradient.gives.items() if name not in self.absent}
+            found["needs"] = tuple(name in wanted for name in self.op.out)
+        return found
+
+    def inputs(self, seed: int = 0) -> Tensors:
+        """One set of the timed op's tensors."""
+        return make_inputs(
+            self.op, self.shape[:-1], self.shape[-1], self.dtype,
+            options=self.timed_options, absent=self._absent_here(), seed=seed, device=self.device,
+        )  # fmt: skip
+
+    def leaves(self, seed: int = 0) -> Tensors:
+        """One set of the owner's tensors, each asking for its gradient."""
+        made = make_inputs(
+            self.owner, self.shape[:-1], self.shape[-1], self.dtype,
+            options=self.options, absent=self.absent, seed=seed, device=self.device,
+        )  # fmt: skip
+        return {n: None if t is None else t.requires_grad_() for n, t in made.items()}
+
+    def upstream(self, timed: Tensors) -> list[Tensor | None]:
+        """The upstream gradients of the owner's outputs among the timed op's tensors, in the order of the outputs."""
+        gradient = self.owner.gradient
+        assert gradient is not None
+        return [timed[gradient.grads[out]] for out in self.owner.out]
+
+    def call(self, inputs: Tensors) -> Call:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return facts_of(self.op, [inputs[n] for n in self.op.tensors], self.timed_options, False, deterministic)
+
+    def _absent_here(self) -> tuple[str, ...]:
+        if not self.backward:
+            return self.absent
+        gradient = self.owner.gradient
+        assert gradient is not None
+        given = set(gradient.grads.values())
+        given |= {name for name, source in gradient.takes.items() if source not in self.absent}
+        return tuple(n for n in self.op.tensors if n not in given)
+
+    def __str__(self) -> str:
+        return f"{self.owner.name} {self.pass_name} {'x'.join(map(str, self.shape))}"
+
+
+def input_bytes(inputs: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in inputs.values() if t is not None)
+
+
+def problems(
+    ops: Sequence[str],
+    *,
+    workloads: Sequence[str] = (),
+    shapes: Sequence[tuple[int, ...]] = (),
+    dtypes: Sequence[torch.dtype] = (),
+    passes: Iterable[str] = PASSES,
+    device: torch.device,
+) -> list[Problem]:
+    """Every problem of `ops` (all that are not gradients, by default).
+
+    Without shapes: the workloads of each op whose names contain one of `workloads`, in any case. Without dtypes: the
+    workload's own, bf16 for a shape. The name of a gradient op stands for the backward of the ops that it serves.
+
+    Raises:
+        UnknownName: an op or workload that does not exist.
+        InvalidArgument: a shape without columns.
+    """
+    found = []
+    gradients = {op.gradient.op for op in registry.ops() if op.gradient is not None}
+    chosen: list[tuple[Op[Any], Iterable[str]]] = []
+    for name in ops or [op.name for op in registry.ops() if op.name not in gradients]:
+        op = registry.op(name)
+        if name in gradients:
+            served = [o for o in registry.ops() if o.gradient is not None and o.gradient.op == name]
+            chosen += [(o, ("backward",)) for o in served]
+        else:
+            chosen.append((op, passes))
+    for op, wanted in chosen:
+        for name, shape, usual in _sizes(op, workloads, shapes):
+            if not shape or min(shape) < 1:
+                raise InvalidArgument("bench", "shape", "x".join(map(str, shape)), "rows and columns: 8192x4096")
+            for dtype in dtypes or (usual,):
+                for one in wanted:
+                    if one == "backward" and op.gradient is None:
+                        continue
+                    found.append(Problem(op, one == "backward", shape, dtype, name, device))
+    return found
+
+
+def _sizes(
+    op: Op[Any], workloads: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    known: dict[tuple[int, ...], Workload] = {(w.rows, w.columns): w for w in op.workloads}
+    if shapes:
+        return [(known[s].name if s in known else "", s, torch.bfloat16) for s in shapes]
+    picked = [w for w in op.workloads if not workloads or any(name.lower() in w.name.lower() for name in workloads)]
+    if workloads and not picked:
+        raise UnknownName(f"workload of {op.name}", workloads[0], [w.name for w in op.workloads])
+    return [(w.name, (w.rows, w.columns), w.dtype) for w in picked]

@@ -1,0 +1,88 @@
+"""Words of the command line as values: shapes, dtypes, lists, options of an op, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.core.errors import InvalidArgument, UnknownName
+
+Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops; all by default.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output; everything else goes to standard error.")]
+Backends = Annotated[str, typer.Option("--backends", help="Backends, separated by commas; all by default.")]
+DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:1; by default the GPU if there is one.")]
+Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Rows by columns, as 8192x4096; may be repeated.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="bfloat16 (or bf16), float16, float32; repeatable.")]
+Workloads = Annotated[list[str] | None, typer.Option("--workload", help="Part of a workload's name; may be repeated.")]
+
+
+def words(text: str) -> list[str]:
+    """ "a,b" as a list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """8192x4096, or 8192,4096."""
+    try:
+        sizes = tuple(int(part) for part in text.replace(",", "x").lower().split("x"))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InvalidArgument("command line", "--shape", repr(text), "sizes joined by x, as 8192x4096")
+    return sizes
+
+
+def shapes(texts: Sequence[str] | None) -> list[tuple[int, ...]]:
+    return [shape(text) for text in texts or ()]
+
+
+def dtypes(texts: Sequence[str] | None) -> list[Any]:
+    return [dtype(text) for text in texts or ()]
+
+
+def dtype(text: str) -> Any:
+    """A torch dtype by torch's name or the short one."""
+    import torch
+
+    from tilewright.core.call import DTYPE_NAMES
+
+    known = {short: kind for kind, short in DTYPE_NAMES.items() if kind.is_floating_point}
+    known |= {str(kind).removeprefix("torch."): kind for kind in known.values()}
+    found = known.get(text.removeprefix("torch."))
+    if found is None:
+        raise UnknownName("dtype", text, sorted(known))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def options(op: Any, given: Sequence[str] | None) -> dict[str, Any]:
+    """name=value pairs as the op's options, all of them, defaults included."""
+    found = dict(op.options)
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidArgument(op.name, "--option", repr(text), "name=value")
+        if name not in found:
+            raise UnknownName(f"option of {op.name}", name, sorted(found))
+        found[name] = _value(op, name, value)
+    return found
+
+
+def _value(op: Any, name: str, text: str) -> Any:
+    kind = op.option_types[name]
+    truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    try:
+        if kind is float:
+            return float(text)
+        if kind is int:
+            return int(text)
+        if kind is bool:
+            return truth[text.lower()]
+        if kind is str:
+            return text
+        return tuple(truth[part.lower()] for part in words(text))
+    except (KeyError, ValueError):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise InvalidArgument(op.name, name, repr(text), f"a {wanted} is needed") from None

@@ -1,0 +1,109 @@
+"""`tilewright explain`: how a call would be served, here or on a machine that is not here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from tilewright.cli import arguments
+from tilewright.cli.arguments import Json
+from tilewright.cli.output import json_only, stdout
+
+
+def command(
+    op: Annotated[str, typer.Argument(help="The op's name.")],
+    shape: Annotated[str, typer.Option("--shape", help="Rows by columns.")] = "8192x4096",
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or an architecture: sm_90, gfx942.")] = "",
+    grad: Annotated[bool, typer.Option("--grad", help="The inputs ask for gradients.")] = False,
+    option: Annotated[list[str] | None, typer.Option("--option", help="An option of the op, as eps=1e-5.")] = None,
+    without: Annotated[str, typer.Option("--without", help="Optional tensors to leave out, by commas.")] = "",
+    backend: Annotated[str, typer.Option("--backend", help="As if the call were pinned to it.")] = "",
+    json: Json = False,
+) -> None:
+    """Show every kernel for a call: chosen or not, why, its config, evidence and measured time. Runs nothing."""
+    with json_only(json) as emit:
+        import tilewright  # noqa: F401  declares the ops
+        from tilewright.core import policy, registry, selection
+
+        known = registry.op(op)
+        if backend:
+            registry.backend(backend)
+        absent = arguments.words(without) if without else list(known.probes.absent[0])
+        call = make_call(
+            known, arguments.shape(shape), arguments.dtype(dtype), machine(device),
+            options=arguments.options(known, option), absent=absent, saving=grad,
+        )  # fmt: skip
+        found = selection.weigh(call, policy.current(), backend=backend or None)
+        if json:
+            emit(_facts(found))
+            return
+    stdout().print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def machine(name: str) -> Any:
+    """The device class of a name: what is here, or an architecture to compile for."""
+    from tilewright.core.device import default_device, device_of, target_device
+    from tilewright.core.errors import UnknownName
+
+    if not name:
+        here = default_device()
+        return device_of(here.type, here.index)
+    if re.fullmatch(r"sm_\d+|gfx[0-9a-f]+", name):
+        return target_device(name)
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise UnknownName("device", name, ["cpu", "cuda", "cuda:N", "sm_90", "sm_100", "gfx942"])
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnknownName("device", name, ["cpu", "an architecture such as sm_90"])
+    return device_of(kind, int(index) if index else None)
+
+
+def make_call(
+    op: Any, shape: tuple[int, ...], dtype: Any, device: Any, *, options: Any, absent: Any, saving: bool
+) -> Any:
+    """The facts of a call with dense inputs, from the dimensions that the op declares."""
+    import torch
+
+    from tilewright.core.call import TensorFacts
+    from tilewright.core.errors import NoGradient, UnknownName
+
+    if saving and op.gradient is None:
+        raise NoGradient(f"{op.name} has no gradient")
+    for name in absent:
+        if name not in op.optional:
+            raise UnknownName(f"optional tensor of {op.name}", name, sorted(op.optional))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    kinds = {"M C": (shape, dtype), "C": (shape[-1:], dtype), "M": (shape[:-1], wide)}
+    facts = {
+        name: None if name in absent else TensorFacts.dense(name, *kinds[op.probes.dims[name]]) for name in op.tensors
+    }
+    return op.call(facts, options, device, saving=saving)
+
+
+def _facts(found: Any) -> dict[str, Any]:
+    candidates = [
+        {
+            "backend": c.kernel.backend + (f"/{c.kernel.label}" if c.kernel.label else ""),
+            "config": str(c.config or ""),
+            "fits": c.fits,
+            "reasons": [str(reason) for reason in c.reasons],
+            "proven": c.kernel.backend == "reference" or bool(c.verdict and c.verdict.passed),
+            "call_us": c.time.call_us if c.time else None,
+            "kernel_us": c.time.kernel_us if c.time else None,
+        }
+        for c in found.candidates
+    ]
+    return {
+        "op": found.call.op,
+        "device": str(found.call.device),
+        "call_class": found.call_class,
+        "chosen": found.chosen.kernel.backend if found.chosen else None,
+        "why": found.why,
+        "candidates": candidates,
+        "notes": found.notes,
+    }

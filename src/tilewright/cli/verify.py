@@ -1,0 +1,61 @@
+"""`tilewright verify`: the conformance suite."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tilewright.cli import arguments
+from tilewright.cli.arguments import Backends, DeviceName, Dtypes, Json, Ops
+from tilewright.cli.output import Bar, json_only, stderr, stdout
+
+
+def command(
+    ops: Ops = None,
+    backends: Backends = "",
+    device: DeviceName = "",
+    dtype: Dtypes = None,
+    size: Annotated[str, typer.Option("--size", help="tiny, small or full; by default what the device bears.")] = "",
+    all_configs: Annotated[bool, typer.Option("--all-configs", help="Every config, not the first guess.")] = False,
+    json: Json = False,
+) -> None:
+    """Check every kernel against its op's definition, over workloads and hostile inputs. Exit 1 on any failure."""
+    with json_only(json) as emit:
+        import tilewright  # noqa: F401  declares the ops
+        from tilewright.verify import cases, suite
+
+        dtypes = arguments.dtypes(dtype) or cases.DTYPES
+        with Bar() as bar:
+            report = suite.verify(
+                ops or (), arguments.words(backends), device or None,
+                dtypes=dtypes, size=size or None, all_configs=all_configs, progress=bar,
+            )  # fmt: skip
+        if json:
+            emit(report.as_json())
+        else:
+            _print(report)
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _print(report: Any) -> None:
+    table = Table(title=f"conformance on {report.device}", title_justify="left", box=None, pad_edge=False)
+    for name in ("op", "backend", "dtype", "passed", "not run", "largest error (ulp)"):
+        table.add_column(name, no_wrap=True)
+    for r in report.results:
+        ran = r.passed + r.failed
+        passed = f"{r.passed}/{ran}" if ran else "-"
+        style = "red" if r.failed else "green" if ran else "dim"
+        error = f"{r.max_error:.3g} of {r.tolerance:.3g}" if ran else ""
+        missing = f"{len(r.not_run)}" if r.not_run else ""
+        if not ran and r.not_run:
+            missing += f"  {r.not_run[0]['reason']}".replace("[", r"\[")
+        table.add_row(r.op, r.backend, r.dtype, f"[{style}]{passed}[/{style}]", missing, error)
+    stdout().print(table)
+    for r in report.results:
+        for failure in r.failures:
+            text = f"{r.op} {r.backend} {r.dtype} {failure['config']}: {failure['case']}: {failure['problem']}"
+            script = f"\n  reproduce: {failure['script']}" if failure.get("script") else ""
+            stderr.print(text + script, style="red", markup=False, highlight=False, soft_wrap=True)

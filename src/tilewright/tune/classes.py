@@ -1,0 +1,106 @@
+"""What there is to tune: the call classes that ops and their gradients meet for given shapes and dtypes.
+
+Read from the ops' own declarations: their workloads, and, for backward ops, which tensors and needs the gradients of
+forward ops pass on. No memory is allocated for them beyond two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.core import registry
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.device import Device
+from tilewright.core.op import Op
+from tilewright.verify.cases import make_inputs
+
+SMALL_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One call class to tune, by a representative call."""
+
+    call: Call
+    workload: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def subjects(
+    ops: Sequence[Op[Any]],
+    device: Device,
+    shapes: Sequence[Sequence[int]] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> list[Subject]:
+    """The classes of `ops`, each once. Without `shapes` those of the op's workloads; without `dtypes` the usual one."""
+    found: dict[Any, Subject] = {}
+    for op in ops:
+        wanted: list[tuple[str, tuple[int, ...], torch.dtype]]
+        if shapes is None:
+            wanted = [(w.name, (w.rows, w.columns), w.dtype) for w in op.workloads]
+        else:
+            wanted = [("", tuple(shape), torch.bfloat16) for shape in shapes]
+        for workload, shape, usual in wanted:
+            for dtype in dtypes or (usual,):
+                for options, absent, saving in variants(op):
+                    call = call_of(op, shape, dtype, device, options=options, absent=absent, saving=saving)
+                    key = (op.name, shape, dtype, tuple(options.items()), absent, saving)
+                    found.setdefault(key, Subject(call, workload, shape, dtype))
+    return list(found.values())
+
+
+def variants(op: Op[Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], bool]]:
+    """(options, absent tensors, saving) as calls of the op usually come."""
+    callers = [f for f in registry.ops() if f.gradient is not None and f.gradient.op == op.name]
+    if callers:
+        seen = []
+        for forward in callers:
+            variant = _as_gradient(op, forward)
+            if variant not in seen:
+                seen.append(variant)
+                yield (*variant, False)
+        return
+    absent = tuple(op.probes.absent[0])
+    yield dict(op.options), absent, False
+    if op.gradient is not None:
+        yield dict(op.options), absent, True
+
+
+def _as_gradient(op: Op[Any], forward: Op[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How the backward op is called when every tensor of `forward` needs its gradient."""
+    gradient = forward.gradient
+    assert gradient is not None
+    missing = set(forward.probes.absent[0])
+    given = {*gradient.grads.values(), *(param for param, source in gradient.takes.items() if source not in missing)}
+    options = {name: forward.options.get(name, default) for name, default in op.options.items()}
+    if op.may_skip:
+        wanted = {out for source, out in gradient.gives.items() if source not in missing}
+        options["needs"] = tuple(out in wanted for out in op.out)
+    return options, tuple(n for n in op.tensors if n not in given)
+
+
+def call_of(
+    op: Op[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    options: Mapping[str, Any] | None = None,
+    absent: Sequence[str] = (),
+    saving: bool = False,
+) -> Call:
+    """The facts of a call on contiguous tensors of `shape` [..., C]."""
+    chosen = {**op.options, **(options or {})}
+    lead, columns = tuple(shape[:-1]), shape[-1]
+    small = make_inputs(op, (SMALL_ROWS,), columns, dtype, options=chosen, absent=absent)
+    sizes = {"M C": (*lead, columns), "M": lead, "C": (columns,)}
+    facts: dict[str, TensorFacts | None] = {
+        name: None if tensor is None else TensorFacts.dense(name, sizes[op.probes.dims[name]], tensor.dtype)
+        for name, tensor in small.items()
+    }
+    return op.call({n: facts[n] for n in op.tensors}, chosen, device, saving=saving)

@@ -1,0 +1,94 @@
+"""What a set of times leads to, and how sure that is. Pure arithmetic: nothing here runs, reads or writes anything.
+
+`choice` is selection's own rule (`core/selection.py`) over times alone: within a kernel the first config inside the tie
+band of its best, among kernels the first declared inside the tie band of the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.core.times import TIE_BAND
+
+SWEEPS = 3
+
+Rounds = Sequence[Mapping[int, float]]
+"""Samples by round: {place of the pair: microseconds}."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pair stands by declaration: its kernel's rank, then its config's place in the kernel's list."""
+
+    kernel: tuple[int, ...]
+    config: int
+
+
+def choice(times: Mapping[int, float], places: Sequence[Place], band: float = TIE_BAND) -> int:
+    """The pair that selection takes, given each one's time."""
+    kernels: dict[tuple[int, ...], list[int]] = {}
+    for pair in times:
+        kernels.setdefault(places[pair].kernel, []).append(pair)
+    served: list[int] = []
+    for pairs in kernels.values():
+        limit = min(times[p] for p in pairs) * (1 + band)
+        served.append(min((p for p in pairs if times[p] <= limit), key=lambda p: places[p].config))
+    limit = min(times[p] for p in served) * (1 + band)
+    return min((p for p in served if times[p] <= limit), key=lambda p: places[p].kernel)
+
+
+def steady(rounds: Rounds) -> dict[int, dict[int, float]]:
+    """{pair: {round: log of its sample}} with the machine's drift taken out: medians, pairs against rounds by turns.
+
+    A pair that was dropped after two rounds is thereby comparable with those that ran twenty.
+    """
+    logs = [{pair: math.log(us) for pair, us in samples.items()} for samples in rounds if samples]
+    pairs = sorted({pair for samples in logs for pair in samples})
+    drift = [0.0] * len(logs)
+    for _ in range(SWEEPS):
+        level = {p: statistics.median(s[p] - d for s, d in zip(logs, drift, strict=True) if p in s) for p in pairs}
+        drift = [statistics.median(us - level[pair] for pair, us in samples.items()) for samples in logs]
+        middle = statistics.median(drift)
+        drift = [d - middle for d in drift]
+    return {p: {n: s[p] - drift[n] for n, s in enumerate(logs) if p in s} for p in pairs}
+
+
+def estimates(rounds: Rounds) -> dict[int, float]:
+    """Each pair's time, as the median of its samples without the drift."""
+    return {pair: math.exp(statistics.median(samples.values())) for pair, samples in steady(rounds).items()}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How sure a choice is: `share` of the resamplings agree with it; `contenders` are the pairs that could matter."""
+
+    choice: int
+    share: float
+    contenders: frozenset[int]
+
+
+def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 100, near: float = 0.04) -> Settled:
+    """Draw rounds again with replacement and see how often the choice stays the same.
+
+    The generator is seeded: the same samples always lead to the same answer.
+    """
+    samples = steady(rounds)
+    best = {pair: math.exp(statistics.median(logs.values())) for pair, logs in samples.items()}
+    chosen = choice(best, places)
+    limit = min(best.values()) * (1 + TIE_BAND + near)
+    contenders = frozenset({chosen, *(pair for pair, us in best.items() if us <= limit)})
+    generator = random.Random(len(rounds))
+    numbers = sorted({number for pair in contenders for number in samples[pair]})
+    agreed = 0
+    for _ in range(draws):
+        drawn = generator.choices(numbers, k=len(numbers))
+        found = {}
+        for pair in contenders:
+            logs = [samples[pair][n] for n in drawn if n in samples[pair]] or list(samples[pair].values())
+            found[pair] = math.exp(statistics.median(logs))
+        agreed += choice(found, places) == chosen
+    return Settled(chosen, agreed / draws, contenders)
