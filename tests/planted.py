@@ -1,4 +1,4 @@
-"""Kernels with one fault each, which the conformance suite must catch. Real kernels of real backends, wrong on purpose."""
+"""Kernels with one fault each, which the suite must catch: real kernels of real backends, wrong on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BLOCK = 8192
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _row(x, weight, y, rstd, stride, rows, columns, divisor, eps, weight_offset, HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
+def _row(x, weight, y, rstd, stride, rows, columns, divisor, eps, weight_offset,
+         HAS_WEIGHT: tl.constexpr, SAVE: tl.constexpr,
          CAST: tl.constexpr, FAULT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -74,7 +75,9 @@ def _rms(x: Any, weight: Any, eps: float, weight_offset: float, saving: bool) ->
     return (y, rstd) if saving else (y,)
 
 
-def nondeterministic(x: Any, weight: Any, *, eps: float, weight_offset: float, saving: bool, **_: Any) -> tuple[Any, ...]:
+def nondeterministic(
+    x: Any, weight: Any, *, eps: float, weight_offset: float, saving: bool, **_: Any
+) -> tuple[Any, ...]:
     y, *rest = _rms(x, weight, eps, weight_offset, saving)
     bump = torch.rand_like(y, dtype=torch.float32) < 0.01  # as atomics would: a last bit now and then
     return (torch.where(bump, y * (1 + torch.finfo(y.dtype).eps), y), *rest)

@@ -1,9 +1,9 @@
 """The suite's own proof: each planted fault must turn it red, and the same kernel without a fault green."""
 
-import planted
 import pytest
 import torch
 
+import planted
 from tilewright.core import registry
 from tilewright.verify.suite import Result, verify_kernel
 
@@ -13,9 +13,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def run(kernel, device, dtypes=DTYPES) -> list[Result]:
     op = registry.op(kernel.op)
     size = "tiny" if device == "cpu" else "small"
-    return [
-        verify_kernel(op, kernel, dtype, torch.device(device), size=size, stop_at_failure=True) for dtype in dtypes
-    ]
+    return [verify_kernel(op, kernel, dtype, torch.device(device), size=size, stop_at_failure=True) for dtype in dtypes]
 
 
 @pytest.mark.parametrize("fault", planted.TRITON_FAULTS)
@@ -52,6 +50,7 @@ def test_a_red_case_writes_a_script_that_reproduces_it(device, tmp_path):
     assert "StopIteration" in done.stderr
     # registered, it reproduces
     setup = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import tilewright, planted\n"
-    setup += "from tilewright.core import registry; registry.add_kernels([planted.function_kernel('gradient missing a term')])\n"
+    setup += "from tilewright.core import registry\n"
+    setup += "registry.add_kernels([planted.function_kernel('gradient missing a term')])\n"
     done = subprocess.run([sys.executable, "-c", setup + text], capture_output=True, text=True)
     assert "largest error" in done.stdout, done.stderr

@@ -141,15 +141,15 @@ def a_class(seed: int) -> tuple[list[Place], list[float]]:
 
 def test_tuned_twice_it_chooses_the_same_in_19_of_20_classes() -> None:
     same = 0
-    for seed in range(60):
+    for seed in range(40):
         places, true = a_class(seed)
         chosen = []
         for again in (1, 2):
-            found = run(Machine(true, 10 * seed + again, noise=0.004), places, Effort())
+            found = run(Machine(true, 10 * seed + again, noise=0.003), places)
             best = {pair: kernel_us for pair, (_, kernel_us) in found.times.items()}
             chosen.append(choice(best, places))
         same += chosen[0] == chosen[1]
-    assert same >= 57
+    assert same >= 38
 
 
 def test_clear_cases_end_early_and_close_ones_take_more_rounds() -> None:

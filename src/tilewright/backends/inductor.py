@@ -72,4 +72,4 @@ def _compiled(
         # a result that a definition passes through (dx = dh) must not alias its input
         return [None if r is None else r.clone() if any(r is t for t in tensors) else r.contiguous() for r in results]
 
-    return torch.compile(definition, dynamic=True, fullgraph=True)  # type: ignore[no-any-return]
+    return torch.compile(definition, dynamic=True, fullgraph=True)

@@ -55,7 +55,7 @@ def bench(
     dtypes: Sequence[torch.dtype] = (),
     backends: Sequence[str] = (),
     passes: Sequence[str] = PASSES,
-    peers: bool = False,
+    peers: bool | Sequence[str] = False,
     all_configs: bool = False,
     device: str | torch.device | None = None,
     progress: Progress | None = None,
@@ -66,7 +66,7 @@ def bench(
         ops: names; all but the gradients by default. Each is measured forward and backward, as `passes` says.
         workloads: parts of workload names; shapes: instead of workloads; dtypes: the workload's own by default.
         backends: names; all by default.
-        peers: measure the rivals that are installed, and each kernel against the best of them.
+        peers: measure the rivals that are installed (or those of these names), and each kernel against the best.
         all_configs: every proven config of every kernel, not the one that selection takes.
         device: the GPU if there is one.
 
@@ -111,7 +111,7 @@ class _Bench:
         report: Report,
         rates: measure.Ceilings,
         backends: Sequence[str],
-        peers: bool,
+        peers: bool | Sequence[str],
         every: bool,
     ) -> None:
         self.problem, self.report, self.rates = problem, report, rates
@@ -245,7 +245,8 @@ class _Bench:
         found = []
         problem = self.problem
         for peer in peers_of(problem.owner):
-            made = self._rival(peer, cache)
+            wanted = self.peers is True or (self.peers and peer.name in self.peers)
+            made = self._rival(peer, cache) if wanted else None
             if made is not None:
                 found.append(made)
                 self.report.peers.append(made[0])

@@ -20,9 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import filelock
-import platformdirs
-
 log = logging.getLogger("tilewright")
 FORMAT = 1
 LIMIT_BYTES = 2 << 30
@@ -105,6 +102,8 @@ class Cache:
     @contextmanager
     def locked(self, kind: str, key: str, timeout: float = 60.0) -> Iterator[None]:
         """A lock between processes; one that died releases it. Where none can be had, go on: entries are atomic."""
+        import filelock  # here and below: half of what importing the library would cost
+
         path = self._file(kind, key).with_suffix(".lock")
         lock: filelock.BaseFileLock | None = None
         try:
@@ -189,7 +188,12 @@ def with_suppressed(action: Callable[..., object], *args: Any) -> None:
 @cache
 def cache_directory() -> Path:
     """`TILEWRIGHT_CACHE_DIR`, else the platform's cache directory for the user."""
-    return Path(os.environ.get("TILEWRIGHT_CACHE_DIR") or platformdirs.user_cache_dir("tilewright"))
+    chosen = os.environ.get("TILEWRIGHT_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tilewright"))
 
 
 @cache

@@ -32,9 +32,7 @@ class TensorFacts:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorFacts:
         address = tensor.data_ptr() if not isinstance(tensor, torch._subclasses.FakeTensor) else 0
-        return cls(
-            name, tuple(tensor.shape), tensor.stride(), tensor.dtype, alignment(address), tensor.requires_grad
-        )
+        return cls(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, alignment(address), tensor.requires_grad)
 
     @classmethod
     def dense(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
@@ -61,14 +59,18 @@ class TensorFacts:
 
     @property
     def contiguous(self) -> bool:
-        return all(
-            n == 1 or s == d
-            for n, s, d in zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
-        ) or self.numel == 0
+        return (
+            all(
+                n == 1 or s == d
+                for n, s, d in zip(self.shape, self.stride, contiguous_strides(self.shape), strict=True)
+            )
+            or self.numel == 0
+        )
 
     @cached_property
     def row_levels(self) -> tuple[tuple[int, int], ...]:
-        """The leading dimensions merged as far as strides allow: ((size, stride), ...), outermost first, at least one.
+        """The leading dimensions merged as far as strides allow: ((size, stride), ...), outermost
+        first, one at least.
 
         [8, 16, 64] contiguous gives ((128, 64),); heads of a fused projection give ((tokens, wide), (heads, 64)).
         """

@@ -1,4 +1,4 @@
-"""Checks that contracts of many ops share. Each raises `InvalidArgument` naming the argument, its value and what would do.
+"""Checks that many contracts share. Each raises `InvalidArgument` naming the argument, its value and what would do.
 
 These hold whichever kernel runs; what one kernel cannot take is a capability's business.
 """
@@ -23,7 +23,10 @@ def floating(call: Call, main: str, *others: str) -> None:
         facts = call.tensors[name]
         if facts is not None and facts.dtype != first.dtype:
             raise InvalidArgument(
-                call.op, name, f"dtype {_name(facts.dtype)}, while {main} is {_name(first.dtype)}", f"{name}.to({main}.dtype)"
+                call.op,
+                name,
+                f"dtype {_name(facts.dtype)}, while {main} is {_name(first.dtype)}",
+                f"{name}.to({main}.dtype)",
             )
 
 
@@ -44,7 +47,10 @@ def same_shape(call: Call, main: str, *others: str) -> None:
         facts = call.tensors[name]
         if facts is not None and facts.shape != first.shape:
             raise InvalidArgument(
-                call.op, name, f"shape {list(facts.shape)}, while {main} has {list(first.shape)}", "shapes must be equal"
+                call.op,
+                name,
+                f"shape {list(facts.shape)}, while {main} has {list(first.shape)}",
+                "shapes must be equal",
             )
 
 

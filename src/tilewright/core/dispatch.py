@@ -18,6 +18,7 @@ import torch
 
 from tilewright.core import evidence, node, policy, registry, selection
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.classes import call_class
 from tilewright.core.device import device_of
 from tilewright.core.errors import InvalidArgument, UnknownName, Unsupported
 from tilewright.core.op import Gradient, Op
@@ -76,7 +77,7 @@ def install(op: Op[Any]) -> None:
     )
     scope: dict[str, Any] = {
         "EXACT": EXACT,
-        "is_compiling": torch.compiler.is_compiling,
+        "is_compiling": torch.compiler.is_dynamo_compiling,
         "dispatch_modes": torch._C._len_torch_dispatch_stack,
         "function_modes": torch._C._len_torch_function_stack,
         "transforms": torch._C._are_functorch_transforms_active,
@@ -93,7 +94,7 @@ def install(op: Op[Any]) -> None:
     file = f"<tilewright op {op.name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), scope)
-    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": ()})  # type: ignore[assignment]
+    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": ()})
     node.define(op, run_node)
 
 
@@ -127,7 +128,7 @@ def _resolve(
     grad: bool,
     frozen: Frozen | None,
 ) -> Callable[..., Any]:
-    """Work out the plan of a new exact signature and keep it under `key`. Two threads may do so at once without harm."""
+    """Work out the plan of a new exact signature and keep it. Two threads may do so at once without harm."""
     chosen_options = normalise(op, options, backend)
     wants_grad = grad and any(t is not None and t.requires_grad for t in tensors)
     if wants_grad and op.gradient is None:
@@ -137,7 +138,7 @@ def _resolve(
     made = _with_gradient(op, run, chosen_options, backend, now) if wants_grad else _without(op, run)
     if len(plans) >= TABLE_LIMIT:
         plans.clear()
-    # The key holds the epoch from before a first-use check; that plan would be found no more, so it is kept under the new one.
+    # A first-use check bumps the epoch, under whose old value the plan would be found no more.
     plans[(*key[:-1], evidence.epoch[0])] = made
     return made
 
@@ -174,7 +175,7 @@ def _select(call: Call, now: Policy, backend: str | None, metric: Metric, captur
     """The second level of the memo: by call class."""
     defaults = dict(registry.op(call.op).options)
     key = (
-        selection.call_class(call, defaults), call.op, call.device, backend, now, metric, evidence.epoch[0],
+        call_class(call, defaults), call.op, call.device, backend, now, metric, evidence.epoch[0],
         tuple(f is not None and f.numel == 0 for f in call.tensors.values()),
     )  # fmt: skip
     found = _selected.get(key)
@@ -353,7 +354,9 @@ def call_node(op: Op[Any], tensors: Sequence[Any], options: dict[str, Any], back
     return node.unpack(op, found, tensors, options)
 
 
-def run_node(op: Op[Any], tensors: Sequence[Any], options: dict[str, Any], backend: str | None, saving: bool) -> list[Any]:
+def run_node(
+    op: Op[Any], tensors: Sequence[Any], options: dict[str, Any], backend: str | None, saving: bool
+) -> list[Any]:
     """The node on real tensors, below autograd."""
     chosen = normalise(op, [options[n] for n in op.options], backend)
     now = (policy.current(), torch.are_deterministic_algorithms_enabled())

@@ -1,6 +1,6 @@
 """What can go wrong, as types. Every message names the argument, its value and what would do.
 
-Each error is also the built-in exception that a caller would expect to catch (`ValueError`, `TypeError`, `RuntimeError`).
+Each error is also the built-in one that a caller would expect to catch (`ValueError`, `TypeError`, `RuntimeError`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ def render(selection: Selection) -> str:
     rows = [_row(candidate, candidate is selection.chosen) for candidate in selection.candidates]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     for row in rows:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() + _tail(row))
+        lines.append(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() + _tail(row)
+        )
     lines.append(f"chosen: {selection.why}")
     lines += [f"note: {note}" for note in selection.notes]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """The `torch.ops.tilewright.<op>` nodes: what torch.compile, export, fakes and modes see of an op.
 
-Each op has a node that returns its outputs and, if it has a gradient, a second one, `<op>_saving`, that also returns what
-forward saves. Nodes select at run time on real tensors; on fakes only the op's output rule runs. Gradients sit on the
-Autograd key, so that exported graphs differentiate.
+Each op has a node that returns its outputs and, if it has a gradient, a second one, `<op>_saving`, that also returns
+what forward saves. Nodes select at run time on real tensors; on fakes only the op's output rule runs. Gradients sit
+on the Autograd key, so that exported graphs differentiate.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ def schema(op: Op[Any], saving: bool) -> str:
     """The node's schema. An op that may skip outputs returns a list of those it has."""
     tensors = [f"Tensor? {n}" if n in op.optional else f"Tensor {n}" for n in op.tensors]
     options = [f"{_SCHEMA.get(op.option_types[n], 'bool[]')} {n}" for n in op.options]
-    returns = "Tensor[]" if op.may_skip else "Tensor" if op.single and not saving else (
-        "(" + ", ".join(["Tensor"] * (len(op.out) + len(op.saved) * saving)) + ")"
+    returns = (
+        "Tensor[]"
+        if op.may_skip
+        else "Tensor"
+        if op.single and not saving
+        else ("(" + ", ".join(["Tensor"] * (len(op.out) + len(op.saved) * saving)) + ")")
     )
     name = op.name + "_saving" * saving
     return f"{name}({', '.join([*tensors, '*', *options, 'str? backend=None'])}) -> {returns}"
@@ -76,7 +80,7 @@ def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
         return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()])
 
     _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewright::{name}", fake, lib=_library)
+    _library.impl(name, fake, "Meta")  # register_fake looks up source lines, which costs half a millisecond an op
 
 
 def _padded(op: Op[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -143,10 +147,10 @@ def _autograd(op: Op[Any]) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return below(*inputs, **options, backend=backend)
         if op.gradient is not None:
-            return _NodeApply.apply(op, options, backend, *inputs)
+            return _NodeApply.apply(op, options, backend, *inputs)  # type: ignore[no-untyped-call]
         if not op.name.endswith("_backward"):
             refuse_gradient(op)
-        found = _Refuse.apply(op, options, backend, *inputs)
+        found = _Refuse.apply(op, options, backend, *inputs)  # type: ignore[no-untyped-call]
         return list(found) if op.may_skip else found
 
     return autograd

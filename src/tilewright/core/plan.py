@@ -36,43 +36,54 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
     made = kernel.load()(call, config)
     launches: Sequence[Launch] = (made,) if isinstance(made, Launch) else tuple(made)
     runner = backend.prepare(launches, call)
+    launch = getattr(runner, "run", runner)  # a launcher's generated function spares the cost of __call__
     inputs = [n for n in call.tensors if n in op.tensors]
     results = [n for n in call.tensors if n not in op.tensors and (call.saving or n in op.out)]
     allocate = [_allocator(call.tensors[n], call) for n in results]
     # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
-    padding = [None] * (len(call.tensors) - len(inputs) - len(results))
+    padding = (None,) * (len(call.tensors) - len(inputs) - len(results))
     extra = [_allocator(s.facts, call) for s in scratches(launches)]
     if poison:
         allocate, extra = [_poisoned(a) for a in allocate], [_poisoned(a) for a in extra]
+    first, second = allocate[0], allocate[1] if len(allocate) > 1 else allocate[0]
 
     def run(*tensors: Tensor | None) -> list[Any]:
         made = [a(tensors) for a in allocate]
-        runner([*tensors, *made, *padding, *[a(tensors) for a in extra]])
+        launch((*tensors, *made, *padding, *[a(tensors) for a in extra]))
         return made
 
     def run_one(*tensors: Tensor | None) -> list[Any]:
         made = first(tensors)
-        runner((*tensors, made, *padding))
+        launch((*tensors, made, *padding))
         return [made]
 
-    if len(allocate) == 1 and not extra:
-        first = allocate[0]
-        return run_one
-    return run
+    def run_two(*tensors: Tensor | None) -> list[Any]:
+        made = [first(tensors), second(tensors)]
+        launch((*tensors, *made, *padding))
+        return made
+
+    return run if extra or len(allocate) > 2 else run_one if len(allocate) == 1 else run_two
 
 
 def _allocator(facts: TensorFacts | None, call: Call) -> Callable[[Sequence[Tensor | None]], Tensor | None]:
     """How to get a fresh contiguous tensor of these facts most cheaply."""
     if facts is None:
         return lambda tensors: None
-    op = registry.op(call.op)
-    for place, name in enumerate(op.tensors):
-        source = call.tensors[name]
-        if source is not None and (source.shape, source.dtype) == (facts.shape, facts.dtype) and source.contiguous:
-            return lambda tensors, i=place, empty_like=torch.empty_like: empty_like(tensors[i])  # type: ignore[misc]
-    shape, dtype = facts.shape, facts.dtype
-    like = next(i for i, n in enumerate(op.tensors) if call.tensors[n] is not None)
-    return lambda tensors: tensors[like].new_empty(shape, dtype=dtype)  # type: ignore[union-attr]
+    shape, stride, dtype = facts.shape, facts.stride, facts.dtype
+    plain = _plain_allocator(call)
+    if plain is not None:
+        return lambda tensors: plain(shape, stride, dtype)
+    like = next(i for i, n in enumerate(registry.op(call.op).tensors) if call.tensors[n] is not None)
+    return lambda tensors: tensors[like].new_empty_strided(shape, stride, dtype=dtype)  # type: ignore[union-attr]
+
+
+def _plain_allocator(call: Call) -> Callable[..., Tensor] | None:
+    """What torch's own compiled code allocates with: 1.7 us cheaper a tensor than empty_like. It allocates on the
+    current device, so it serves only where there is one."""
+    guards = torch._C._dynamo.guards
+    if call.device.kind in ("cuda", "hip") and torch.cuda.device_count() == 1:
+        return getattr(guards, "_empty_strided_cuda", None)
+    return getattr(guards, "_empty_strided_cpu", None) if call.device.kind == "cpu" else None
 
 
 def _poisoned(allocate: Callable[[Sequence[Tensor | None]], Tensor | None]) -> Callable[..., Tensor | None]:

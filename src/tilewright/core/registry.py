@@ -7,7 +7,6 @@ Registration is data only: nothing heavy is imported. Packages add kernels throu
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -116,9 +115,13 @@ def _load_plugins() -> None:
         if _plugins_loaded:
             return
         _plugins_loaded = True  # before loading: a plug-in may call an op
+        import importlib.metadata
+
         for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
             try:
                 found = entry.load()
                 add_kernels(found() if callable(found) else found)
             except Exception as error:  # noqa: BLE001  a stranger's import may raise anything; it is kept and shown
-                load_failures.append(LoadFailure(entry.name, f"{type(error).__name__}: {error}", traceback.format_exc()))
+                load_failures.append(
+                    LoadFailure(entry.name, f"{type(error).__name__}: {error}", traceback.format_exc())
+                )

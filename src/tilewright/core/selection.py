@@ -257,7 +257,7 @@ def refusal(selection: Selection, wanted: str) -> str:
         lines.append(f"  {selection.call.op} has no {wanted} kernel")
     fitting = sorted({c.backend for c in selection.candidates if c.fits and c.backend != wanted})
     others = [f"{c.backend}: {c.reasons[0]}" for c in selection.candidates if c.reasons and c.backend != wanted]
-    lines.append(f"Other kernels: {', '.join(fitting) or 'none'} fit{'s' if len(fitting) == 1 else ''}; " + "; ".join(others))
+    lines.append(
+        f"Other kernels: {', '.join(fitting) or 'none'} fit{'s' if len(fitting) == 1 else ''}; " + "; ".join(others)
+    )
     return "\n".join(lines)
-
-

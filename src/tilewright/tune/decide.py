@@ -71,7 +71,7 @@ class Settled:
     contenders: frozenset[int]
 
 
-def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 100, near: float = 0.04) -> Settled:
+def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 100, near: float = 0.02) -> Settled:
     """Draw rounds again with replacement and see how often the choice stays the same.
 
     The generator is seeded: the same samples always lead to the same answer.

@@ -21,10 +21,11 @@ Sampler = Callable[[int], tuple[float, float] | None]
 class Effort:
     """How hard to try. A round samples each pair twice, there and back again, so that steady drift cancels."""
 
-    least: int = 4
-    most: int = 24
+    least: int = 5
+    most: int = 32
     seconds: float = 30.0
-    sure: float = 0.97
+    sure: float = 0.98
+    """A choice is settled when so large a share of resamplings agrees with it, and did so a round before."""
     screen: tuple[float, ...] = (1.6, 1.3)
     """After the first rounds, pairs slower than this times the best by both metrics are not sampled any more."""
 
@@ -61,16 +62,24 @@ def run(sampler: Sampler, places: Sequence[Place], effort: Effort = EFFORT) -> T
             active = _screened(active, taken, effort.screen[result.rounds - 1])
         if result.rounds < effort.least:
             continue
+        before = result.settled
         result.settled = {metric: settled(found, places) for metric, found in taken.items()}
-        unsure = [s for s in result.settled.values() if s.share < effort.sure]
+        unsure = [s for m, s in result.settled.items() if not _stands(s, before.get(m), effort.sure)]
         if not unsure or time.monotonic() > end:
             break
         active = sorted(frozenset().union(*(s.contenders for s in unsure)) & set(alive))
-    if alive and not result.settled:
+    if alive and set(result.settled) != set(METRICS):
         result.settled = {metric: settled(found, places) for metric, found in taken.items()}
+    if not alive:
+        return Timed(rounds=result.rounds)
     best = {metric: estimates(found) for metric, found in taken.items()}
     result.times = {p: (best["call_us"][p], best["kernel_us"][p]) for p in alive}
     return result
+
+
+def _stands(now: Settled, before: Settled | None, sure: float) -> bool:
+    """Sure twice in a row: looking after every round for one lucky moment would find it."""
+    return before is not None and now.choice == before.choice and min(now.share, before.share) >= sure
 
 
 def _round(sampler: Sampler, active: Sequence[int], taken: dict[Metric, list[dict[int, float]]]) -> set[int]:

@@ -122,9 +122,7 @@ def _form(name: str, found: Tensor | None, spec: tuple[tuple[int, ...], torch.dt
     return "" if found.is_contiguous() else f"{name}: strides {list(found.stride())} are not contiguous"
 
 
-def judge(
-    outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bool, *, statistic: bool = False
-) -> None:
+def judge(outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bool, *, statistic: bool = False) -> None:
     """Judge one output by itself. A statistic that is not finite makes every gradient NaN, whichever kind it is."""
     oracle, baseline = truth.oracle[name], truth.baseline[name]
     assert oracle is not None and baseline is not None
@@ -134,7 +132,9 @@ def judge(
     if statistic:
         mine.misplaced = int((torch.isfinite(found) != torch.isfinite(baseline)).sum())
     if mine.misplaced:
-        outcome.problems.append(f"{name}: {mine.misplaced} elements are NaN or Inf where the reference is not, or the reverse")
+        outcome.problems.append(
+            f"{name}: {mine.misplaced} elements are NaN or Inf where the reference is not, or the reverse"
+        )
     limit = largest_allowed(base) + truncation(found.dtype, emulated)
     if mine.largest > limit:
         outcome.problems.append(f"{name}: largest error {mine.largest:.3g} ulp, allowed {limit:.3g}")

@@ -30,7 +30,7 @@ VALUES = ("normal", "offset", "nan")
 def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
     """Check `kernel` on probes of the class of `call`. Compile and launch errors propagate."""
     op = registry.op(call.op)
-    where = torch.device("cpu" if call.device.kind == "cpu" else "cuda", call.device.index if call.device.is_gpu else None)
+    where = torch.device("cuda", call.device.index) if call.device.is_gpu else torch.device("cpu")
     emulated = registry.backend(kernel.backend).emulates(call.device)
     pool: dict[str, Any] = {}
     count = 0

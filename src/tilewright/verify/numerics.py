@@ -1,9 +1,10 @@
 """The numerics policy: how far a kernel may be from the float64 oracle, and how that is measured.
 
-An error is counted in ulps of the output dtype at the oracle's value plus 2^-24 of A, the sum of absolute terms that the
-op declares. A kernel passes when its largest error is at most twice the baseline's plus 2, and its RMS error at most
-1.2 times the baseline's (2 times in float32), pooled over cases. The baseline is the reference itself in the call's
-dtypes: float32 accumulation, rounded at its stated points. NaN and Inf must stand exactly where the baseline has them.
+An error is counted in ulps of the output dtype at the oracle's value plus 2^-24 of A, the sum of absolute terms that
+the op declares. A kernel passes when its largest error is at most twice the baseline's plus 2, and its RMS error at
+most 1.2 times the baseline's (2 times in float32), pooled over cases. The baseline is the reference itself in the
+call's dtypes: float32 accumulation, rounded at its stated points. NaN and Inf must stand exactly where the baseline
+has them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.op import Op
-from tilewright.verify.cases import DTYPES, Case, build, cases
+from tilewright.verify.cases import DTYPES, build, cases
 from tilewright.verify.check import Outcome, Truth, add_to_pool, call_of, check, judge_pool, truth_of
 from tilewright.verify.script import write_script
 
@@ -82,13 +82,11 @@ def verify(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     facts = device_of(where.type, where.index)
     chosen = [registry.op(name) for name in ops] or registry.ops()
+    others = [name for name in registry.backend_names() if name != "reference"]
     for name in backends:
         registry.backend(name)
-    work = [
-        (op, dtype, [k for k in registry.kernels_of(op.name) if k.backend != "reference" and (not backends or k.backend in backends)])
-        for op in chosen
-        for dtype in dtypes
-    ]  # fmt: skip
+    wanted = {op.name: [k for k in registry.kernels_of(op.name) if k.backend in (backends or others)] for op in chosen}
+    work = [(op, dtype, wanted[op.name]) for op in chosen for dtype in dtypes]
     total = sum(len(kernels) for _, _, kernels in work)
     report = Report(str(facts), [])
     done = 0
@@ -201,7 +199,7 @@ def _guarded_check(
         return check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
     except InvalidArgument:
         raise
-    except Exception as error:  # noqa: BLE001  whatever a kernel raises is a finding; it is kept and shown
+    except Exception as error:
         if getattr(error, "sticky", False):
             raise
         return Outcome(problems=[f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"])

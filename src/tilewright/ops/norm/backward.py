@@ -1,7 +1,7 @@
 """The gradients of the norm family, as ops of their own with kernels of their own.
 
-`rms_norm_backward` serves rms_norm and add_rms_norm, `layer_norm_backward` serves layer_norm and add_layer_norm: there x
-is the saved sum h, and dh its upstream gradient, which is added to dx.
+`rms_norm_backward` serves rms_norm and add_rms_norm, `layer_norm_backward` layer_norm and add_layer_norm: there x is
+the saved sum h, and dh its upstream gradient, which is added to dx.
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ def _scale_rms_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[s
     error_scale=_scale_rms_backward,
     probes=Probes(
         dims={"dy": "M C", "x": "M C", "weight": "C", "rstd": "M", "dh": "M C"},
-        options=({}, {"weight_offset": 1.0}, {"cast_before_weight": True}, {"needs": (True, False)}, {"needs": (False, True)}),
+        options=(
+            {},
+            {"weight_offset": 1.0},
+            {"cast_before_weight": True},
+            {"needs": (True, False)},
+            {"needs": (False, True)},
+        ),
         absent=(("dh",), (), ("weight", "dh"), ("dy",)),
         either=("weight",),
         derive=_add_saved_rms,
@@ -123,8 +129,8 @@ def _scale_layer_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict
     n = (x.abs() + x.abs().mean(-1, keepdim=True)) * r
     dx = r * (e + e.mean(-1, keepdim=True) + n * (e * n).mean(-1, keepdim=True))
     dx = dx + t["dh"].abs() if t.get("dh") is not None else dx
-    total = lambda v: v.reshape(-1, x.shape[-1]).sum(0)  # noqa: E731
-    return {"dx": dx, "dweight": total(dy.abs() * n), "dbias": total(dy.abs()), "dpre_bias": total(dx)}
+    terms = {"dweight": dy.abs() * n, "dbias": dy.abs(), "dpre_bias": dx}
+    return {"dx": dx, **{name: t.reshape(-1, x.shape[-1]).sum(0) for name, t in terms.items()}}
 
 
 @op(
@@ -211,8 +217,7 @@ def _make_l2(t: dict[str, Any], o: Mapping[str, Any]) -> None:
     check=_check_backward,
     cost=lambda call: (bytes_of(call, "dy", "y", "rstd", "dx"), per_element(call, 5)),
     error_scale=lambda t, o: {
-        "dx": t["rstd"].unsqueeze(-1)
-        * (t["dy"].abs() + t["y"].abs() * (t["dy"] * t["y"]).abs().sum(-1, keepdim=True))
+        "dx": t["rstd"].unsqueeze(-1) * (t["dy"].abs() + t["y"].abs() * (t["dy"] * t["y"]).abs().sum(-1, keepdim=True))
     },
     probes=Probes(dims={"dy": "M C", "y": "M C", "rstd": "M"}, derive=_make_l2),
     workloads=workloads.HEADS,

@@ -195,9 +195,7 @@ def _scale_layer(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Ten
     ),
     workloads=workloads.NORM,
 )
-def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Layer normalisation over the last dimension (Ba, Kiros and Hinton, 2016).
 
     y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps): two passes, centred.
@@ -295,9 +293,7 @@ def _l2_rstd_of(x: Tensor, eps: float) -> Tensor:
     family="norm",
     out={"y": like("x")},
     saved={"rstd": Saved(rows_of("x"), _l2_rstd_of)},
-    gradient=Gradient(
-        "l2_norm_backward", grads={"y": "dy"}, takes={"y": "y", "rstd": "rstd"}, gives={"x": "dx"}
-    ),
+    gradient=Gradient("l2_norm_backward", grads={"y": "dy"}, takes={"y": "y", "rstd": "rstd"}, gives={"x": "dx"}),
     check=_check_l2,
     cost=lambda call: (bytes_of(call, "x", "y", "rstd"), per_element(call, 3)),
     error_scale=lambda t, o: {"y": t["y"].abs(), "rstd": t["rstd"].abs()},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, Limit, columns, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, Limit, Target, aligned, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Configs, Kernel
-from tilewright.ops.norm import cuda as wide
+from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
 
 _HERE = "tilewright.ops.norm"
@@ -20,10 +20,15 @@ def _inputs(op: str) -> tuple[str, ...]:
 
 
 def _kernel(
-    op: str, backend: str, function: str, devices: tuple[object, ...], configs: Configs, *limits: Limit, **more: object
+    op: str, backend: str, function: str, devices: tuple[Target, ...], configs: Configs, *limits: Limit, **more: object
 ) -> Kernel:
     return Kernel(
-        op, backend, f"{_HERE}.{function}", Capability(devices, limits=limits), configs, **more  # type: ignore[arg-type]
+        op,
+        backend,
+        f"{_HERE}.{function}",
+        Capability(devices, limits=limits),
+        configs,
+        **more,  # type: ignore[arg-type]
     )
 
 
@@ -68,7 +73,7 @@ CUDA_KERNELS = [
     *(
         _kernel(op, "cuda", f"cuda:{name}_backward", (cuda(90),), wide.backward_configs,
                 columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "dy", "dh"),
-                row_levels("x", "dy", "dh", most=1), wide.fits_backward,
+                row_levels("x", "dy", "dh", most=1), aligned("x", "dy", "dh", "weight"), wide.fits_backward,
                 files=("norm_wide_backward.cu", "norm_wide.cuh"))
         for op, name in BACKWARD.items() if name != "l2"
     ),
@@ -85,4 +90,3 @@ VENDOR_KERNELS = [
 ]
 
 KERNELS = [*CUDA_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
-

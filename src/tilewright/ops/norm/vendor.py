@@ -57,9 +57,7 @@ def _same_dtype(call: Call, *names: str) -> Iterable[Reason]:
             yield Reason(name, f"dtype {DTYPE_NAMES[facts.dtype]}; takes that of x", f"{name}.to(x.dtype)")
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor | None, *, eps: float, saving: bool, **_: Any
-) -> tuple[Tensor, ...]:
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, saving: bool, **_: Any) -> tuple[Tensor, ...]:
     y, rstd = _aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
     return (y.contiguous(), rstd.reshape(x.shape[:-1])) if saving else (y.contiguous(),)
 

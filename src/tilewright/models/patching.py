@@ -1,0 +1,115 @@
+"""`patch(model)`: replaces the norms of somebody's model in place by modules that call the library's ops.
+
+Which module is which norm is decided in `norms.py`; here is the walk, the way back, and the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tilewright.core.errors import InvalidArgument
+from tilewright.core.reason import Reason
+from tilewright.models.norms import OURS, ModelRMSNorm, original_of, replacement
+
+
+@dataclass(frozen=True)
+class Patched:
+    """A replaced module: where it is, what it was, the op that serves it, and in which convention."""
+
+    name: str
+    kind: str
+    op: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A norm that was left as it is, and why."""
+
+    name: str
+    kind: str
+    reason: Reason
+
+
+@dataclass
+class Report:
+    """What `patch` did. `already` names modules that an earlier call had replaced."""
+
+    replaced: list[Patched] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{count} x {kind} -> {op}" + (f"   {note}" if note else "")
+            for (kind, op, note), count in Counter((p.kind, p.op, p.note) for p in self.replaced).items()
+        ]
+        kept = Counter((k.kind, k.reason) for k in self.kept)
+        lines += [f"{count} x {kind} kept: {reason}" for (kind, reason), count in kept.items()]
+        if self.already:
+            lines.append(f"{len(self.already)} x patched before")
+        return "\n".join(lines) or "no norm found"
+
+
+def patch(model: nn.Module) -> Report:
+    """Replace the norms of `model` in place by modules that call the library's ops.
+
+    Parameters are shared and not copied, and `state_dict` keys stay, so checkpoints and optimisers made before or after
+    go on working; training does too. What is not surely one of our ops is kept, with the reason in the report. Patching
+    twice changes nothing.
+
+    Args:
+        model: any module that holds `torch.nn.LayerNorm`, `torch.nn.RMSNorm`, or RMS norms of modelling code such as
+            Hugging Face's; shared modules stay shared. Not itself a norm.
+
+    Returns:
+        What was replaced, what was kept and why. It prints as a few lines.
+
+    Raises:
+        InvalidArgument: `model` is no module, or is itself a norm and so has no place to be replaced in.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument("patch", "model", f"a {type(model).__name__}", "a torch.nn.Module is needed")
+    if isinstance(replacement(model), nn.Module):
+        raise InvalidArgument("patch", "model", "is itself a norm", "patch the module that holds it")
+    report = Report()
+    made: dict[nn.Module, nn.Module | Reason | None] = {}
+    for parent, attribute, name, child in list(_places(model)):
+        if isinstance(child, OURS):
+            report.already.append(name)
+            continue
+        if child not in made:
+            made[child] = replacement(child)
+        found = made[child]
+        if isinstance(found, Reason):
+            report.kept.append(Kept(name, type(child).__name__, found))
+        elif found is not None:
+            parent._modules[attribute] = found
+            op = "layer_norm" if isinstance(found, nn.LayerNorm) else "rms_norm"
+            note = found._tilewright_convention.why if isinstance(found, ModelRMSNorm) else ""
+            report.replaced.append(Patched(name, type(child).__name__, op, note))
+    return report
+
+
+def unpatch(model: nn.Module) -> int:
+    """Put the original norms back, with the parameters as they are now. Returns how many places were restored."""
+    count = 0
+    for parent, attribute, _, child in list(_places(model)):
+        if isinstance(child, OURS):
+            original = original_of(child)
+            original.training = child.training  # the only state of a module that is not shared
+            parent._modules[attribute] = original
+            count += 1
+    return count
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
+    """(parent, attribute, full name, child) of every place that holds a module; a shared child comes once a place."""
+    for prefix, parent in model.named_modules():
+        for attribute, child in parent._modules.items():
+            if child is not None:
+                yield parent, attribute, f"{prefix}.{attribute}" if prefix else attribute, child
