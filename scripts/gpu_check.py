@@ -9,6 +9,7 @@ the number of seconds that each part may start new work in; `--budget bench=600`
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -115,10 +116,8 @@ def conformance(part: Part, options: argparse.Namespace) -> bool:
         if not any(k.backend == backend for k in registry.kernels_of(op)):
             continue
         start = time.monotonic()
-        report = part.guarded(
-            f"{op} {backend} {dtype}",
-            lambda: suite.verify([op], [backend], options.device, dtypes=[dtype], all_configs=options.all_configs),  # noqa: B023
-        )
+        step = functools.partial(suite.verify, [op], [backend], options.device, dtypes=[dtype])
+        report = part.guarded(f"{op} {backend} {dtype}", functools.partial(step, all_configs=options.all_configs))
         for result in report.results if report else ():
             good &= not result.failed
             found["results"].append(result.as_json() | {"seconds": round(time.monotonic() - start, 2)})
@@ -145,13 +144,18 @@ def benchmarks(part: Part, options: argparse.Namespace) -> bool:
     peers: dict[str, Any] = {**environment(), "results": [], "notes": part.notes}
     for op, shape, name in part.steps(work):
         start = time.monotonic()
-        report = part.guarded(
-            f"{op} {shape} {name}",
-            lambda: bench(
-                [op], shapes=[shape], dtypes=[torch.bfloat16], passes=[name], backends=options.backends or (),  # noqa: B023
-                peers=options.peers, all_configs=options.all_configs, device=options.device,
-            ),
-        )  # fmt: skip
+        step = functools.partial(
+            bench,
+            [op],
+            shapes=[shape],
+            dtypes=[torch.bfloat16],
+            passes=[name],
+            backends=options.backends,
+            peers=options.peers,
+            all_configs=options.all_configs,
+            device=options.device,
+        )
+        report = part.guarded(f"{op} {shape} {name}", step)
         if report is None:
             continue
         rows = report.as_json()
@@ -184,7 +188,7 @@ def _line(row: Any) -> str:
 
 
 def calls(part: Part, options: argparse.Namespace) -> bool:
-    """Host time of tiny calls: against torch's own, rivals, and launcher and allocations without dispatch."""
+    """Host time of tiny calls: against torch's own, rivals, and launcher and allocations alone."""
     where = torch.device(options.device) if options.device else default_device()
     found: dict[str, Any] = {**environment(), "results": [], "notes": part.notes}
     work = [(op, grad) for op in options.ops or MAIN for grad in (False, True)]
@@ -193,18 +197,29 @@ def calls(part: Part, options: argparse.Namespace) -> bool:
         problem = problems([name], shapes=[(1, 1024)], dtypes=[torch.bfloat16], passes=["forward"], device=where)[0]
         named = problem.leaves(0) if grad else problem.inputs(0)
         tensors = [named[n] for n in op.tensors]
-        rivals = {p.name: part.guarded(p.name, lambda: p.maker(named, op.options)) for p in peers_of(op)}  # noqa: B023
-        ours: dict[str, Any] = {"auto": lambda: op(*tensors)}  # noqa: B023
-        for backend in options.backends or BACKENDS:
-            ours[backend] = lambda backend=backend: op(*tensors, backend=backend)  # noqa: B023
+        rivals = _rivals(part, op, named, options.peers)
+        ours: dict[str, Any] = {"auto": functools.partial(op, *tensors)}
+        ours |= {b: functools.partial(op, *tensors, backend=b) for b in options.backends or BACKENDS}
         with torch.set_grad_enabled(grad):
             for backend, run in ours.items():
-                row = part.guarded(f"{name} {backend}", lambda: _call_row(op, tensors, backend, run, rivals, where, grad))  # noqa: B023
+                step = functools.partial(_call_row, op, tensors, backend, run, rivals, where, grad)
+                row = part.guarded(f"{name} {backend}", step)
                 if row is not None:
                     found["results"].append(row)
                     say(f"{name} {'grad' if grad else 'no grad'} {backend}: " + json.dumps(row["summary"]))
                 part.write(found)
     return bool(found["results"])
+
+
+def _rivals(part: Part, op: Any, named: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    found = {}
+    for peer in peers_of(op):
+        if wanted is True or peer.name in wanted:
+            try:
+                found[peer.name] = peer.maker(named, op.options)
+            except (ImportError, NotImplementedError) as error:
+                part.note(f"{op.name}: peer {peer.name} is left out: {error}")
+    return found
 
 
 def _call_row(
@@ -226,17 +241,17 @@ def _call_row(
     assert chosen is not None and chosen.config is not None
     row["kernel"], row["config"] = str(chosen.kernel), str(chosen.config)
     plan = bind(chosen.kernel, chosen.config, call)
-    pairs = {"launcher and allocations": lambda: plan(*tensors)}
+    plain = [None if t is None else t.detach() for t in tensors]
+    pairs = {"launcher and allocations": lambda: plan(*plain)}
     if op.name == "rms_norm":
         pairs["F.rms_norm"] = lambda: F.rms_norm(tensors[0], (1024,), tensors[1], 1e-6)
     if backend in ("auto", "triton"):
-        pairs |= {name: rival for name, rival in rivals.items() if rival is not None}
+        pairs |= rivals
     for name, other in pairs.items():
         try:
             for _ in range(20):
                 other()
-            with torch.set_grad_enabled(grad and name != "launcher and allocations"):
-                duel = measure.duel(mine, measure.call_watch(other, where))
+            duel = measure.duel(mine, measure.call_watch(other, where))
         except Exception as error:  # noqa: BLE001  a rival may raise anything; it is named
             row["against"][name] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             continue

@@ -45,7 +45,7 @@ def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     for op in found:
         assert list(op) == ["op", "family", "gradient", "kernels"]
         for kernel in op["kernels"]:
-            assert list(kernel) == ["backend", "version", "available", "reasons"]
+            assert list(kernel) == ["kernel", "backend", "version", "available", "reasons"]
             assert kernel["available"] == (not kernel["reasons"])
             assert kernel["version"] or not kernel["available"]
         assert "reference" in {kernel["backend"] for kernel in op["kernels"]}

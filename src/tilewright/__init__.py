@@ -20,6 +20,7 @@ from tilewright.core.errors import (
     UnknownName,
     Unsupported,
 )
+from tilewright.core.evidence import install_isolated_prover as _install_isolated_prover
 from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
 from tilewright.ops.norm import (
@@ -43,6 +44,13 @@ def _prove(*args: _Any) -> _Any:
     return prove(*args)
 
 
+def _prove_apart(*args: _Any) -> _Any:
+    """The same in a process that may die."""
+    from tilewright.tune.pool import prove_in_worker
+
+    return prove_in_worker(*args)
+
+
 def _compare(*args: _Any) -> None:
     from tilewright.verify.first_use import compare
 
@@ -50,6 +58,7 @@ def _compare(*args: _Any) -> None:
 
 
 _install_prover(_prove)
+_install_isolated_prover(_prove_apart)
 _install_comparer(_compare)
 
 __all__ = [

@@ -124,9 +124,9 @@ class _Bench:
         problem = self.problem
         first = problem.inputs(0)
         call = problem.call(first)
-        size = input_bytes(first)
+        self.size = input_bytes(first)
         cache = measure.cache_bytes(problem.device)
-        count, self.flush = measure.rotation(size, cache) if self.gpu else (1, False)
+        count, self.flush = measure.rotation(self.size, cache) if self.gpu else (1, False)
         self.sets = [first, *(problem.inputs(seed) for seed in range(1, count))]
         bytes_moved, operations = problem.op.cost(call)
         if self.gpu:
@@ -151,10 +151,11 @@ class _Bench:
 
     def _subjects(self, call: Call) -> Iterator[Subject]:
         for name in self.backends:
-            if not any(k.backend == name for k in registry.kernels_of(call.op)):
+            kernels = [k for k in registry.kernels_of(call.op) if k.backend == name]
+            if not kernels:
                 continue
             if registry.backend(name).emulates(call.device):
-                self._note(f"{name}: interpreted here; not timed")
+                self._note(f"{', '.join(map(str, kernels))}: interpreted here; not timed")
                 continue
             try:
                 chosen = select(call, policy.current(), backend=name).chosen
@@ -214,7 +215,10 @@ class _Bench:
         return [partial(run, *each) for each in tensors]
 
     def _watch(self, runs: Sequence[Run], cache: str) -> Watch:
-        return measure.kernel_watch(runs, self.problem.device, self.stream, cold=cache == "cold", flush=self.flush)
+        cold = cache == "cold"
+        return measure.kernel_watch(
+            runs, self.problem.device, self.stream, size=self.size, cold=cold, flush=cold and self.flush
+        )
 
     def _call_us(self, subject: Subject) -> float | None:
         """The call as a user makes it: the op, pinned; for a backward, its gradient by autograd on a kept graph.
@@ -226,9 +230,9 @@ class _Bench:
         problem, name = self.problem, subject.kernel.backend
         first = self.sets[0]
         if not problem.backward:
-            tensors, options = [first[n] for n in problem.op.tensors], problem.timed_options
+            tensors = [first[n] for n in problem.op.tensors]
             with torch.no_grad():
-                run: Run = partial(problem.op, *tensors, backend=name, **options)
+                run: Run = partial(problem.op, *tensors, backend=name, **problem.options)
                 return measure.call_time(run, problem.device).median
         owner = problem.owner
         # forward by the definition, so that only the backward is this backend's; a preference, not a pin, reaches it
@@ -307,6 +311,7 @@ class _Bench:
             cache=cache,
             bytes=bytes_moved,
             verified=subject.verified,
+            label=subject.kernel.label,
         )
         self.report.results.append(row)
         return row

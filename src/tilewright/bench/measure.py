@@ -27,14 +27,17 @@ Run = Callable[[], Any]
 Watch = Callable[[], float]
 
 BATCH = 500
-"""Calls in one sample of call time."""
+"""Calls in one sample of call time; fewer where they would take longer than `BATCH_SECONDS`, on large inputs."""
+BATCH_SECONDS = 0.25
 ROUNDS = 30
 COLD_FACTOR = 4
 """Inputs are rotated over this many times the last-level cache."""
 MAX_SETS = 256
 """Sets of inputs at most. Where that many do not cover the cache, it is flushed before each sample instead."""
-LEAST_CALLS = 10
+MOST_CALLS = 10
 HOT_CALLS = 200
+REPLAY_BYTES = 2 << 30
+"""A cold replay of large inputs reads about this much: enough for the clock, not more. At most `MOST_CALLS` calls."""
 LEAD_CYCLES = 1_000_000
 """The GPU is kept busy this long while the host enqueues a replay, so that no host time is counted."""
 
@@ -128,29 +131,33 @@ def cache_bytes(device: torch.device) -> int:
     return 32 << 20
 
 
-def kernel_watch(runs: Sequence[Run], device: torch.device, stream: Any, *, cold: bool, flush: bool = False) -> Watch:
-    """Watch the kernels of `runs`: the same work on one set of inputs each. A hot measurement uses the first alone."""
+def kernel_watch(
+    runs: Sequence[Run], device: torch.device, stream: Any, *, size: int = 0, cold: bool, flush: bool = False
+) -> Watch:
+    """Watch the kernels of `runs`: the same work, each on inputs of `size` bytes (0: small). A hot measurement uses the
+    first alone. What `runs` raise propagates."""
     if device.type == "cuda":
-        return GraphWatch(runs if cold else runs[:1], device, stream, cold=cold, flush=flush)
+        count = len(runs)
+        if not cold:
+            runs, calls = runs[:1], HOT_CALLS
+        elif flush:
+            calls = count  # a second rotation would find the first one's lines
+        else:
+            wanted = min(MOST_CALLS, max(2, REPLAY_BYTES // max(size, 1)))
+            calls = count * math.ceil(wanted / count)
+        return GraphWatch(runs, calls, device, stream, flush=flush)
     return LoopWatch(runs[0])
 
 
 class GraphWatch:
     """Device time of one call, by replay of a CUDA graph that holds many.
 
-    Outputs of one rotation are kept apart, so that writes are as cold as reads. What `runs` raise under capture
-    propagates.
+    Outputs of one rotation are kept apart, so that writes are as cold as reads.
     """
 
-    def __init__(self, runs: Sequence[Run], device: torch.device, stream: Any, *, cold: bool, flush: bool) -> None:
-        self.device, self.stream = device, stream
+    def __init__(self, runs: Sequence[Run], calls: int, device: torch.device, stream: Any, *, flush: bool) -> None:
+        self.device, self.stream, self.calls = device, stream, calls
         count = len(runs)
-        if not cold:
-            self.calls = HOT_CALLS
-        elif flush:
-            self.calls = count  # a second rotation would find the first one's lines
-        else:
-            self.calls = count * math.ceil(LEAST_CALLS / count)
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)
             with torch.cuda.stream(stream):
@@ -163,8 +170,7 @@ class GraphWatch:
                 for i in range(self.calls):
                     kept[i % count] = runs[i % count]()
             self.kept = kept, runs
-            words = COLD_FACTOR * cache_bytes(device) // 4
-            self.flushed = torch.zeros(words, dtype=torch.int32, device=device) if flush else None
+            self.flushed = _flush_buffer(device) if flush else None
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize(device)
 
@@ -179,6 +185,12 @@ class GraphWatch:
             end.record()
             end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / self.calls
+
+
+@cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    """What is read to fill the cache with something else; one a device, since many watches live at a time."""
+    return torch.zeros(COLD_FACTOR * cache_bytes(device) // 4, dtype=torch.int32, device=device)
 
 
 class LoopWatch:
@@ -223,9 +235,12 @@ def call_watch(run: Run, device: torch.device, batch: int = BATCH) -> Watch:
 
 def call_time(run: Run, device: torch.device, *, count: int = 10, seconds: float = 2.0) -> Spread:
     """Time of a call as the host sees it."""
-    for _ in range(3):
-        run()
-    return sample(call_watch(run, device), count, seconds=seconds, least=3)
+    batch = BATCH
+    if device.type == "cuda":
+        few = CallWatch(run, device, 5)
+        few()
+        batch = max(10, min(BATCH, int(BATCH_SECONDS * 1e6 / few())))
+    return sample(call_watch(run, device, batch), count, seconds=seconds, least=3)
 
 
 @dataclass(frozen=True)
@@ -251,7 +266,7 @@ def _copy_rate(device: torch.device, stream: Any) -> float:
     size = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 8) if stream is not None else 128 << 20
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = sample(kernel_watch([lambda: target.copy_(source)], device, stream, cold=True), 20, seconds=1.0)
+    took = sample(kernel_watch([lambda: target.copy_(source)], device, stream, size=size, cold=True), 20, seconds=1.0)
     return 2 * size / took.median / 1e6
 
 
@@ -259,7 +274,7 @@ def _matmul_rate(device: torch.device, stream: Any) -> float:
     side = 8192 if stream is not None else 512
     generator = torch.Generator(device=device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device).bfloat16() for _ in range(2))
-    took = sample(kernel_watch([lambda: a @ b], device, stream, cold=True), 20, seconds=1.0)
+    took = sample(kernel_watch([lambda: a @ b], device, stream, size=4 * side**2, cold=True), 20, seconds=1.0)
     return 2 * side**3 / took.median / 1e6
 
 

@@ -36,6 +36,8 @@ class Row:
     peer: str | None = None
     peer_us: float | None = None
     ratio_ci: list[float] | None = None
+    label: str = ""
+    """Tells kernels of one backend apart in tables; not part of the JSON."""
 
     def as_json(self) -> dict[str, Any]:
         return {

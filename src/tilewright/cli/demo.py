@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import typer
 
-def command() -> None:
+from tilewright.cli.arguments import DeviceName, Json
+
+
+def command(device: DeviceName = "", json: Json = False) -> None:
     """Run a real model with real weights, its norms replaced, verified, tuned and explained."""
     from tilewright.models import demo
 
-    demo.run()
+    raise typer.Exit(demo.run(device or None, json))

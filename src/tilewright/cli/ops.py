@@ -28,7 +28,7 @@ def command(json: Json = False) -> None:
         for place, kernel in enumerate(op["kernels"]):
             here = "[green]yes[/green]" if kernel["available"] else "; ".join(kernel["reasons"]).replace("[", r"\[")
             head = (op["op"], op["gradient"] or "none") if place == 0 else ("", "")
-            table.add_row(*head, kernel["backend"], kernel["version"], here)
+            table.add_row(*head, kernel["kernel"].partition("/")[2], kernel["version"], here)
     stdout().print(table)
 
 
@@ -48,6 +48,7 @@ def _facts(op: Any, device: Any) -> dict[str, Any]:
         backend = registry.backend(kernel.backend)
         kernels.append(
             {
+                "kernel": kernel.name,
                 "backend": kernel.backend,
                 "version": _version(kernel, backend),
                 "available": not reasons,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 WIDTH = 160
-"""Of tables that go into a file or a pipe."""
+"""Of tables, at least: a narrow terminal wraps their lines, and nothing is cut off."""
 stderr = Console(stderr=True)
 
 
 def stdout() -> Console:
     """Made when used, so that it writes to what `sys.stdout` is then."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+    return Console(width=max(Console().width, WIDTH))
 
 
 @contextmanager
@@ -52,29 +51,33 @@ def json_only(wanted: bool) -> Iterator[Callable[[Any], None]]:
 
 
 class Bar:
-    """A progress bar on standard error that appears only when something takes over two seconds.
+    """A progress bar on standard error, for people, that appears when something takes over two seconds.
 
     Call it as the engines do: (what, done, total).
     """
 
     def __init__(self, delay: float = 2.0) -> None:
-        self.start = time.monotonic() + delay
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=stderr, transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=stderr,
+            transient=True,
+            disable=not stderr.is_terminal,
+        )
         self.task = self.progress.add_task("", total=None)
-        self.shown = False
+        self.timer = threading.Timer(delay, self.progress.start)
+        self.timer.daemon = True
 
     def __call__(self, what: str, done: int, total: int) -> None:
         self.progress.update(self.task, description=what, completed=done, total=total)
-        if not self.shown and (time.monotonic() >= self.start or what):
-            self.progress.start()
-            self.shown = True
 
     def __enter__(self) -> Bar:
+        self.timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.shown:
-            self.progress.stop()
+        self.timer.cancel()
+        self.timer.join()
+        self.progress.stop()

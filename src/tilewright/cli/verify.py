@@ -42,7 +42,7 @@ def command(
 
 def _print(report: Any) -> None:
     table = Table(title=f"conformance on {report.device}", title_justify="left", box=None, pad_edge=False)
-    for name in ("op", "backend", "dtype", "passed", "not run", "largest error (ulp)"):
+    for name in ("op", "kernel", "dtype", "passed", "not run", "largest error (ulp)"):
         table.add_column(name, no_wrap=True)
     for r in report.results:
         ran = r.passed + r.failed
@@ -52,10 +52,10 @@ def _print(report: Any) -> None:
         missing = f"{len(r.not_run)}" if r.not_run else ""
         if not ran and r.not_run:
             missing += f"  {r.not_run[0]['reason']}".replace("[", r"\[")
-        table.add_row(r.op, r.backend, r.dtype, f"[{style}]{passed}[/{style}]", missing, error)
+        table.add_row(r.op, r.kernel.partition("/")[2], r.dtype, f"[{style}]{passed}[/{style}]", missing, error)
     stdout().print(table)
     for r in report.results:
         for failure in r.failures:
-            text = f"{r.op} {r.backend} {r.dtype} {failure['config']}: {failure['case']}: {failure['problem']}"
+            text = f"{r.kernel} {r.dtype} {failure['config']}: {failure['case']}: {failure['problem']}"
             script = f"\n  reproduce: {failure['script']}" if failure.get("script") else ""
             stderr.print(text + script, style="red", markup=False, highlight=False, soft_wrap=True)

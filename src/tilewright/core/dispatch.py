@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tilewright.core import evidence, node, policy, registry, selection
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.arguments import facts_of, normalise
+from tilewright.core.call import Call
 from tilewright.core.classes import call_class
-from tilewright.core.device import device_of
-from tilewright.core.errors import InvalidArgument, UnknownName, Unsupported
+from tilewright.core.errors import InvalidArgument, Unsupported
 from tilewright.core.op import Gradient, Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
@@ -44,17 +42,27 @@ _ENTRY = """\
 def __call__(self, {signature}, backend=None, _frozen=None):
     if is_compiling():
         return through_node(self, ({tensors},), ({options}), backend)
-    if {exact} and not (dispatch_modes() or function_modes() or transforms() or tracing()):
+    if {exact} and not (
+        dispatch_modes() or function_modes() or transforms() or tracing() or forward_ad._current_level >= 0
+    ):
         grad = grad_enabled()
-        key = ({tensor_keys}, {options} backend, grad, _frozen or (current_policy(), deterministic()), epoch[0])
-        plan = plans.get(key)
+        try:
+            key = (
+                {tensor_keys}, {option_keys} backend, grad, _frozen or (current_policy(), deterministic()), epoch[0],
+            )
+            plan = plans.get(key)
+        except (TypeError, RuntimeError):
+            return without_key(self, ({tensors},), ({options}), backend)
         if plan is None:
             plan = resolve(self, plans, key, ({tensors},), ({options}), backend, grad, _frozen)
         return plan({tensors})
     return through_node(self, ({tensors},), ({options}), backend)
 """
+# Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
+# tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
 _TENSOR_KEY = (
-    "{n}.shape, {n}.is_contiguous() or {n}.stride(), {n}.dtype, {n}.data_ptr() & 15, {n}.get_device(), "
+    "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
+    "p & 15 if (p := {n}.data_ptr()) else 16, {n}.get_device(), "
     "grad and {n}.requires_grad"
 )
 
@@ -66,6 +74,7 @@ def install(op: Op[Any]) -> None:
         signature=_signature(op),
         tensors=", ".join(op.tensors),
         options="".join(f"{n}, " for n in op.options),
+        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
         exact=" and ".join(
             [f"type({n}) in EXACT" for n in required]
             + [f"({n} is None or type({n}) in EXACT)" for n in op.tensors if n in op.optional]
@@ -82,6 +91,8 @@ def install(op: Op[Any]) -> None:
         "function_modes": torch._C._len_torch_function_stack,
         "transforms": torch._C._are_functorch_transforms_active,
         "tracing": torch._C._get_tracing_state,
+        "forward_ad": torch.autograd.forward_ad,
+        "without_key": _without_key,
         "grad_enabled": torch.is_grad_enabled,
         "deterministic": torch._C._get_deterministic_algorithms,
         "current_policy": policy.current,
@@ -94,7 +105,8 @@ def install(op: Op[Any]) -> None:
     file = f"<tilewright op {op.name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), scope)
-    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": ()})
+    shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
+    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": (), **shown})
     node.define(op, run_node)
 
 
@@ -130,17 +142,39 @@ def _resolve(
 ) -> Callable[..., Any]:
     """Work out the plan of a new exact signature and keep it. Two threads may do so at once without harm."""
     chosen_options = normalise(op, options, backend)
+    if any(t is not None and (t.is_meta or t.is_neg()) for t in tensors):
+        return _plans_elsewhere(op, tensors, chosen_options, backend)
     wants_grad = grad and any(t is not None and t.requires_grad for t in tensors)
     if wants_grad and op.gradient is None:
         node.refuse_gradient(op)
     now = frozen or (policy.current(), torch.are_deterministic_algorithms_enabled())
-    run, _ = plan(op, tensors, chosen_options, backend, now, wants_grad, "call_us")
+    run, chosen = plan(op, tensors, chosen_options, backend, now, wants_grad, "call_us")
     made = _with_gradient(op, run, chosen_options, backend, now) if wants_grad else _without(op, run)
     if len(plans) >= TABLE_LIMIT:
         plans.clear()
-    # A first-use check bumps the epoch, under whose old value the plan would be found no more.
-    plans[(*key[:-1], evidence.epoch[0])] = made
+    # Under the epoch of what the selection has seen: a first-use check bumps it, and so may another thread since then.
+    plans[(*key[:-1], chosen.epoch)] = made
     return made
+
+
+def _without_key(op: Op[Any], tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+    """A call that has no exact key: an option that cannot be hashed, a tensor without strides or memory."""
+    chosen = normalise(op, options, backend)
+    facts_of(op, tensors, chosen, False, False)
+    return through_node(op, tensors, tuple(chosen.values()), backend)
+
+
+def _plans_elsewhere(
+    op: Op[Any], tensors: tuple[Tensor | None, ...], options: dict[str, Any], backend: str | None
+) -> Callable[..., Any]:
+    """Meta tensors only have the op's output rule; lazily negated ones are made real first."""
+    if any(t is not None and t.is_meta for t in tensors):
+        facts_of(op, tensors, options, False, False)
+        return lambda *tensors: through_node(op, tensors, tuple(options.values()), backend)
+    real = [t is not None and t.is_neg() for t in tensors]
+    return lambda *tensors: op(
+        *[t.resolve_neg() if lazy else t for t, lazy in zip(tensors, real, strict=True)], **options, backend=backend
+    )
 
 
 def plan(
@@ -183,59 +217,7 @@ def _select(call: Call, now: Policy, backend: str | None, metric: Metric, captur
         found = selection.select(call, now, backend=backend, metric=metric, capturing=capturing)
         if len(_selected) >= TABLE_LIMIT:
             _selected.clear()
-        _selected[(*key[:-2], evidence.epoch[0], key[-1])] = found
-    return found
-
-
-def facts_of(
-    op: Op[Any], tensors: Sequence[Tensor | None], options: dict[str, Any], saving: bool, deterministic: bool
-) -> Call:
-    """The call as facts, checked against the op's contract."""
-    facts: dict[str, TensorFacts | None] = {}
-    first: Tensor | None = None
-    for name, tensor in zip(op.tensors, tensors, strict=True):
-        if tensor is None:
-            if name not in op.optional:
-                raise InvalidArgument(op.name, name, "None", "a tensor is needed")
-            facts[name] = None
-            continue
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(op.name, name, f"a {type(tensor).__name__}", "a torch.Tensor is needed")
-        if tensor.layout is not torch.strided:
-            raise InvalidArgument(op.name, name, f"layout {tensor.layout}", "a strided tensor is needed")
-        if first is not None and tensor.device != first.device:
-            raise InvalidArgument(
-                op.name, name, f"on {tensor.device}, other tensors on {first.device}", "move it there first"
-            )
-        first = tensor if first is None else first
-        facts[name] = TensorFacts.of(name, tensor)
-    if first is None:
-        raise InvalidArgument(op.name, op.tensors[0], "every tensor is None")
-    device = device_of(first.device.type, first.device.index)
-    return op.call(facts, options, device, saving=saving, deterministic=deterministic)
-
-
-def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[str, Any]:
-    """Options as the types that the op declares; anything else is refused by name."""
-    if backend is not None and backend not in registry.backend_names():
-        raise UnknownName("backend", backend, registry.backend_names())
-    found: dict[str, Any] = {}
-    for (name, kind), value in zip(op.option_types.items(), options, strict=True):
-        if kind is float:
-            if not isinstance(value, numbers.Real) or isinstance(value, bool):
-                raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "a number is needed")
-            value = float(value)
-            if math.isnan(value):
-                raise InvalidArgument(op.name, name, "NaN", "a number is needed")
-        elif kind is bool:
-            if not isinstance(value, bool):
-                raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "True or False")
-        elif kind is int:
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "an integer is needed")
-        elif isinstance(value, (list, tuple)):
-            value = tuple(bool(v) for v in value)
-        found[name] = value
+        _selected[(*key[:-2], found.epoch, key[-1])] = found
     return found
 
 
@@ -297,7 +279,8 @@ class Backward:
         if self.backward.may_skip:
             options["needs"] = self.needs(wanted)
         if node:
-            found = call_node(self.backward, tensors, options, self.backend)
+            with policy.restored(self.frozen[0]):
+                found = call_node(self.backward, tensors, options, self.backend)
         else:
             found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
         results = (found,) if isinstance(found, Tensor) else found
@@ -338,14 +321,28 @@ def _with_gradient(
 
 
 def through_node(op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
-    for name, tensor in zip(op.tensors, tensors, strict=True):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise InvalidArgument(op.name, name, f"a {type(tensor).__name__}", "a torch.Tensor is needed")
-        if type(tensor).__module__.startswith("torch.distributed.tensor"):
-            raise Unsupported(f"{op.name}: {name} is a DTensor, for which there is no rule; pass {name}.to_local()")
-    if torch._C._are_functorch_transforms_active():
-        raise Unsupported(f"{op.name}: torch.func transforms (vmap, grad, jvp) have no rule here; use the reference")
+    if not torch.compiler.is_dynamo_compiling():
+        for name, tensor in zip(op.tensors, tensors, strict=True):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise InvalidArgument(op.name, name, f"a {type(tensor).__name__}", "a torch.Tensor is needed")
+            if type(tensor).__module__.startswith("torch.distributed.tensor"):
+                raise Unsupported(f"{op.name}: {name} is a DTensor, for which there is no rule; pass {name}.to_local()")
+        options = tuple(normalise(op, options, backend).values())
+        if torch._C._are_functorch_transforms_active():
+            raise Unsupported(f"{op.name}: torch.func transforms (vmap, grad, jvp) have no rule here; use the reference")
+        _refuse_tangents(op, tensors)
     return call_node(op, tensors, dict(zip(op.options, options, strict=True)), backend)
+
+
+def _refuse_tangents(op: Op[Any], tensors: Sequence[Any]) -> None:
+    """Forward-mode differentiation has no rule here; without this the tangents would be lost in silence."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return
+    for name, tensor in zip(op.tensors, tensors, strict=True):
+        if tensor is not None and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            raise Unsupported(
+                f"{op.name}: {name} has a forward-mode tangent, which has no rule here; use the reference"
+            )
 
 
 def call_node(op: Op[Any], tensors: Sequence[Any], options: dict[str, Any], backend: str | None) -> Any:
@@ -360,17 +357,21 @@ def run_node(
     """The node on real tensors, below autograd."""
     chosen = normalise(op, [options[n] for n in op.options], backend)
     now = (policy.current(), torch.are_deterministic_algorithms_enabled())
-    tensors = [None if t is None else t.detach() for t in tensors]
-    key = (
-        op.name, backend, saving, now, evidence.epoch[0], tuple(chosen.items()),
-        *((None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())) for t in tensors),
-    )  # fmt: skip
+    tensors = [None if t is None else t.detach().resolve_neg() for t in tensors]
+    try:
+        memory = [
+            None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device()) for t in tensors
+        ]
+    except RuntimeError:
+        facts_of(op, tensors, chosen, saving, False)  # says what is wrong with a tensor without strides or memory
+        raise
+    key = (op.name, backend, saving, now, evidence.epoch[0], tuple(chosen.items()), *memory)
     run = _node_plans.get(key)
     if run is None:
-        run, _ = plan(op, tensors, chosen, backend, now, saving, "kernel_us")
+        run, selected = plan(op, tensors, chosen, backend, now, saving, "kernel_us")
         if len(_node_plans) >= TABLE_LIMIT:
             _node_plans.clear()
-        _node_plans[(*key[:4], evidence.epoch[0], *key[5:])] = run
+        _node_plans[(*key[:4], selected.epoch, *key[5:])] = run
     return run(*tensors)
 
 

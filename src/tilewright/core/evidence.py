@@ -119,19 +119,22 @@ def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
     may take down; functions of torch, and kernels with evidence, are checked here.
     """
     risky = call.device.is_gpu and registry.backend(kernel.backend).launches
-    if _isolated and risky and not proven_anywhere(kernel):
+    if _isolated and risky and not proven_anywhere(kernel, call.device.arch):
         return _isolated[0](kernel, config, call)
     if not _prover:
         return Verdict(None, detail="no prover is installed")
     return _prover[0](kernel, config, call)
 
 
-def proven_anywhere(kernel: Kernel) -> bool:
-    """Whether this very source has passed on some architecture (then it may be probed in process)."""
+def proven_anywhere(kernel: Kernel, here: str) -> bool:
+    """Whether this very source has passed on some architecture, or for another class `here` on this machine: then it
+    may be probed in process."""
     mark = f"{kernel.name} {kernel.digest} "
-    return any(group.startswith(mark) for group in _shipped()) or any(
-        group.startswith(mark) and verdict.passed for (group, _), verdict in list(_memory.items())
-    )
+    if any(group.startswith(mark) for group in _shipped()):
+        return True
+    if any(group.startswith(mark) and verdict.passed for (group, _), verdict in list(_memory.items())):
+        return True
+    return any(facts.get("passed") for facts in disk().load_json("evidence", _group(kernel, here)).values())
 
 
 def mark_broken(kernel: Kernel, config: Config, arch: str, why: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilewright.core.errors import NoGradient
+from tilewright.core.errors import InvalidArgument, NoGradient
 from tilewright.core.op import Op
 
 NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
@@ -76,6 +76,11 @@ def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
     def fake(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
         inputs = dict(zip(op.tensors, _padded(op, tensors), strict=True))
         like = next(t for t in inputs.values() if t is not None)
+        for argument, t in inputs.items():
+            if t is not None and t.device != like.device:  # one meta tensor is enough to be called here
+                raise InvalidArgument(
+                    op.name, argument, f"on {t.device}, other tensors on {like.device}", "move it there first"
+                )
         specs = op.out_specs(inputs, options, saving)
         return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()])
 

@@ -15,6 +15,7 @@ from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config, Launch, scratches
+from tilewright.core.op import Op
 
 Tensor = torch.Tensor
 Run = Callable[..., list[Any]]
@@ -27,12 +28,11 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
     `poison`: fill outputs and scratch with NaN first, so that what is not written shows (checks ask for it).
     """
     op = registry.op(call.op)
-    if kernel.backend == "reference":
-        names, options, saving = op.tensors, dict(call.options), call.saving
-        return lambda *tensors: op.define(dict(zip(names, tensors, strict=True)), options, saving)
+    if kernel.backend == "reference" or any(f is not None and f.numel == 0 for f in call.tensors.values()):
+        return _without_autocast(_definition(op, call))
     backend = registry.backend(kernel.backend)
     if not backend.launches:
-        return backend.bind(kernel, call)
+        return _without_autocast(backend.bind(kernel, call))
     made = kernel.load()(call, config)
     launches: Sequence[Launch] = (made,) if isinstance(made, Launch) else tuple(made)
     runner = backend.prepare(launches, call)
@@ -63,6 +63,33 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
         return made
 
     return run if extra or len(allocate) > 2 else run_one if len(allocate) == 1 else run_two
+
+
+def _definition(op: Op[Any], call: Call) -> Run:
+    """The reference as a kernel: its results keep the output rule, so they are contiguous and memory of their own."""
+    names, options, saving = op.tensors, dict(call.options), call.saving
+
+    def run(*tensors: Tensor | None) -> list[Any]:
+        found = op.define(dict(zip(names, tensors, strict=True)), options, saving)
+        results: list[Any] = []
+        for made in found:
+            shared = made is not None and any(made is t for t in (*tensors, *results))
+            results.append(made if made is None else made.clone() if shared else made.contiguous())
+        return results
+
+    return run
+
+
+def _without_autocast(run: Run) -> Run:
+    """Functions of torch under autocast: an op keeps its dtypes, whatever aten's own norm would make of them."""
+
+    def plain(*tensors: Tensor | None) -> list[Any]:
+        if not torch._C._is_any_autocast_enabled():
+            return run(*tensors)
+        with torch.autocast(next(t for t in tensors if t is not None).device.type, enabled=False):
+            return run(*tensors)
+
+    return plain
 
 
 def _allocator(facts: TensorFacts | None, call: Call) -> Callable[[Sequence[Tensor | None]], Tensor | None]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from tilewright.core import registry
@@ -18,6 +19,7 @@ from tilewright.core.errors import InvalidArgument, UnknownName
 from tilewright.core.op import Op
 
 Check = Literal["first", "always", "never"]
+ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,7 @@ class Rule:
     strict: bool | None = None
 
     def covers(self, op: str) -> bool:
-        """Whether it speaks of `op`; a rule for an op speaks of its backward too."""
-        return self.ops is None or op in self.ops or op.removesuffix("_backward") in self.ops
+        return self.ops is None or op in self.ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +54,32 @@ class Policy:
 def _from_environment() -> Policy:
     backend = os.environ.get("TILEWRIGHT_BACKEND") or None
     check = os.environ.get("TILEWRIGHT_CHECK") or None
-    return Policy((_rule("TILEWRIGHT_", backend, None, check, None),))
+    return _policy((_rule(ENVIRONMENT, backend, None, check, None),))
+
+
+@lru_cache(maxsize=1024)
+def _policy(rules: tuple[Rule, ...]) -> Policy:
+    """One object for equal rules, so that a block entered again finds its plans again."""
+    return Policy(rules)
 
 
 def _rule(
     source: str, backend: str | None, ops: Sequence[str | Op[Any]] | None, check: str | None, strict: bool | None
 ) -> Rule:
     if backend is not None and backend not in registry.backend_names():
-        raise UnknownName("backend", backend, registry.backend_names())
+        what = "backend in TILEWRIGHT_BACKEND," if source == ENVIRONMENT else "backend"
+        raise UnknownName(what, backend, registry.backend_names())
     if check is not None and check not in get_args(Check):
-        raise InvalidArgument(source, "check", f"{check!r}", f"one of {', '.join(get_args(Check))}")
+        name = "TILEWRIGHT_CHECK" if source == ENVIRONMENT else "check"
+        raise InvalidArgument(source, name, f"{check!r}", f"one of {', '.join(get_args(Check))}")
     if isinstance(ops, str):
         raise InvalidArgument(source, "ops", f"the string {ops!r}", f"a list: [{ops!r}]")
-    names = None if ops is None else frozenset(o.name if isinstance(o, Op) else registry.op(o).name for o in ops)
-    return Rule(backend, names, check, strict)  # type: ignore[arg-type]  # checked above
+    if ops is None:
+        return Rule(backend, None, check, strict)  # type: ignore[arg-type]  # checked above
+    chosen = [o if isinstance(o, Op) else registry.op(o) for o in ops]
+    # a rule for an op speaks of its backward too
+    names = {o.name for o in chosen} | {o.gradient.op for o in chosen if o.gradient is not None}
+    return Rule(backend, frozenset(names), check, strict)  # type: ignore[arg-type]
 
 
 _environment: Policy | None = None
@@ -104,7 +117,14 @@ def use(
     Raises:
         UnknownName: for a backend or op that does not exist.
     """
-    token = _current.set(Policy((*current().rules, _rule("use", backend, ops, check, strict))))
+    with restored(_policy((*current().rules, _rule("use", backend, ops, check, strict)))):
+        yield
+
+
+@contextmanager
+def restored(policy: Policy) -> Iterator[None]:
+    """A policy that was in force before: what forward found, for its backward."""
+    token = _current.set(policy)
     try:
         yield
     finally:

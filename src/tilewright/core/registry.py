@@ -52,10 +52,12 @@ def add_op(op: Op[Any]) -> None:
 def add_kernels(kernels: Iterable[Kernel]) -> None:
     """Add declarations of kernels. Their op and backend must exist."""
     with _lock:
-        for kernel in kernels:
+        kernels = list(kernels)
+        for kernel in kernels:  # all or none
             op(kernel.op)
             if kernel.backend not in _backends:
                 raise UnknownName("backend", kernel.backend, backend_names())
+        for kernel in kernels:
             _kernels[kernel.op].append(kernel)
     for changed in _listeners:
         changed()

@@ -60,6 +60,8 @@ class Selection:
     why: str
     notes: list[str] = field(default_factory=list)
     metric: Metric = "call_us"
+    epoch: int = 0
+    """What `evidence.epoch` was when the candidates were weighed: what has changed since then is not in here."""
 
     def __str__(self) -> str:
         from tilewright.core.explain import render
@@ -71,6 +73,7 @@ def weigh(
     call: Call, policy: Policy, *, backend: str | None = None, metric: Metric = "call_us", capturing: bool = False
 ) -> Selection:
     """Weigh every kernel of the call's op. Runs and compiles nothing."""
+    epoch = evidence.epoch[0]
     op = registry.op(call.op)
     defaults = dict(op.options)
     layout, cls = layout_class(call, defaults), call_class(call, defaults)
@@ -86,8 +89,8 @@ def weigh(
         candidates.append(candidate)
     candidates.sort(key=lambda c: _order(c, metric))
     chosen, why = _choose(candidates, backend, wanted, metric)
-    notes = [note for note in (times.stale(call.op, cls, call.device),) if note]
-    return Selection(call, cls, layout, candidates, chosen, why, notes, metric)
+    notes = [note for note in (times.stale(call.op, cls, call.device), *_load_failures()) if note]
+    return Selection(call, cls, layout, candidates, chosen, why, notes, metric, epoch)
 
 
 def select(
@@ -106,9 +109,10 @@ def select(
         chosen = selection.chosen
         if chosen is None or (wanted and chosen.backend != wanted and policy.strict(call.op)):
             raise NoKernel(refusal(selection, wanted or "any"))
-        if policy.check(call.op) == "never" or _prove(selection, chosen, capturing):
+        if policy.check(call.op) == "never" or _proven(chosen) or _empty(call):
             _tell(selection, wanted)
             return selection
+        _prove(selection, chosen, capturing)  # then weigh again, with what is known now
 
 
 def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) -> list[Reason]:
@@ -122,9 +126,18 @@ def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) ->
     reasons = kernel.capability.reasons(call, emulated=emulated, capturing=capturing)
     if emulated and not reasons and wanted != kernel.backend:
         reasons.append(Reason("device", "runs by interpretation here", f'chosen only by backend="{kernel.backend}"'))
-    if not reasons and any(facts is not None and facts.numel == 0 for facts in call.tensors.values()):
+    if not reasons and wanted != kernel.backend and _empty(call):
         reasons.append(Reason("size", "nothing to compute: the reference serves empty calls"))
     return reasons
+
+
+def _empty(call: Call) -> bool:
+    """No kernel is launched for these: whichever is chosen, `plan.bind` runs the definition."""
+    return any(facts is not None and facts.numel == 0 for facts in call.tensors.values())
+
+
+def _load_failures() -> list[str]:
+    return [f"plug-in {failure.name} could not be loaded: {failure.error}" for failure in registry.load_failures]
 
 
 def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metric: Metric) -> None:
@@ -181,10 +194,13 @@ def _choose(
     return min(tied, key=lambda c: c.rank), f"fastest {what} ({how}, tie band {TIE_BAND:.0%})"
 
 
-def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> bool:
-    """True when the chosen candidate may run: it is the reference, or has evidence, or earns it now."""
-    if chosen.backend == "reference" or (chosen.verdict is not None and chosen.verdict.passed):
-        return True
+def _proven(chosen: Candidate) -> bool:
+    """Whether it may run: it is the reference, or has evidence."""
+    return chosen.backend == "reference" or (chosen.verdict is not None and bool(chosen.verdict.passed))
+
+
+def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> None:
+    """Gather the evidence that the chosen candidate lacks; whatever comes of it is recorded or marked."""
     call, kernel, config = selection.call, chosen.kernel, chosen.config
     assert config is not None
     if capturing:
@@ -195,14 +211,12 @@ def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> bool:
     with guarded(kernel, config, call) as failed:
         verdict = evidence.prove(kernel, config, call)
     if failed:
-        return False
+        return
     evidence.record(kernel, config, selection.layout, call.device.arch, verdict)
-    chosen.verdict = verdict
     if verdict.passed is False:
         log.warning("%s %s is wrong on %s and quarantined: %s", kernel, config, call.device, verdict.detail)
     elif verdict.passed is None:
         evidence.mark_broken(kernel, config, call.device.arch, f"not verified: {verdict.detail}")
-    return bool(verdict.passed)
 
 
 class guarded:
@@ -260,4 +274,5 @@ def refusal(selection: Selection, wanted: str) -> str:
     lines.append(
         f"Other kernels: {', '.join(fitting) or 'none'} fit{'s' if len(fitting) == 1 else ''}; " + "; ".join(others)
     )
+    lines += _load_failures()
     return "\n".join(lines)

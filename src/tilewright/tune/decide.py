@@ -41,8 +41,16 @@ def choice(times: Mapping[int, float], places: Sequence[Place], band: float = TI
     return min((p for p in served if times[p] <= limit), key=lambda p: places[p].kernel)
 
 
+def middle(values: Sequence[float]) -> float:
+    """The mean of the middle half: as deaf to outliers as a median, and steadier."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    kept = ordered[cut : len(ordered) - cut]
+    return math.fsum(kept) / len(kept)
+
+
 def steady(rounds: Rounds) -> dict[int, dict[int, float]]:
-    """{pair: {round: log of its sample}} with the machine's drift taken out: medians, pairs against rounds by turns.
+    """{pair: {round: log of its sample}} with the machine's drift taken out, pairs against rounds by turns.
 
     A pair that was dropped after two rounds is thereby comparable with those that ran twenty.
     """
@@ -50,16 +58,16 @@ def steady(rounds: Rounds) -> dict[int, dict[int, float]]:
     pairs = sorted({pair for samples in logs for pair in samples})
     drift = [0.0] * len(logs)
     for _ in range(SWEEPS):
-        level = {p: statistics.median(s[p] - d for s, d in zip(logs, drift, strict=True) if p in s) for p in pairs}
+        level = {p: middle([s[p] - d for s, d in zip(logs, drift, strict=True) if p in s]) for p in pairs}
         drift = [statistics.median(us - level[pair] for pair, us in samples.items()) for samples in logs]
-        middle = statistics.median(drift)
-        drift = [d - middle for d in drift]
+        usual = statistics.median(drift)
+        drift = [d - usual for d in drift]
     return {p: {n: s[p] - drift[n] for n, s in enumerate(logs) if p in s} for p in pairs}
 
 
 def estimates(rounds: Rounds) -> dict[int, float]:
-    """Each pair's time, as the median of its samples without the drift."""
-    return {pair: math.exp(statistics.median(samples.values())) for pair, samples in steady(rounds).items()}
+    """Each pair's time: the middle of its samples without the drift."""
+    return {pair: math.exp(middle(list(samples.values()))) for pair, samples in steady(rounds).items()}
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,13 @@ class Settled:
     contenders: frozenset[int]
 
 
-def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 100, near: float = 0.02) -> Settled:
+def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 64, near: float = 0.015) -> Settled:
     """Draw rounds again with replacement and see how often the choice stays the same.
 
     The generator is seeded: the same samples always lead to the same answer.
     """
     samples = steady(rounds)
-    best = {pair: math.exp(statistics.median(logs.values())) for pair, logs in samples.items()}
+    best = {pair: math.exp(middle(list(logs.values()))) for pair, logs in samples.items()}
     chosen = choice(best, places)
     limit = min(best.values()) * (1 + TIE_BAND + near)
     contenders = frozenset({chosen, *(pair for pair, us in best.items() if us <= limit)})
@@ -89,6 +97,6 @@ def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 100, near: 
         found = {}
         for pair in contenders:
             logs = [samples[pair][n] for n in drawn if n in samples[pair]] or list(samples[pair].values())
-            found[pair] = math.exp(statistics.median(logs))
+            found[pair] = math.exp(middle(logs))
         agreed += choice(found, places) == chosen
     return Settled(chosen, agreed / draws, contenders)

@@ -123,6 +123,7 @@ def _tune_class(
             report.kept = 0
             _measure(able, call, cls, pool, effort, report, say)
     _choices(call, report)
+    report.times = _times(every, call, cls)
     report.seconds = time.monotonic() - start
     return report
 
@@ -208,13 +209,20 @@ def _measure(
     if measured:
         times.record_many(measured, call.op, cls, call.device)
     report.rounds = timed.rounds
-    report.times = [
-        PairTime(pairs[n].kernel.backend, str(pairs[n].kernel), str(pairs[n].config), *found)
-        for n, found in sorted(timed.times.items(), key=lambda item: item[1])
-    ]
     for metric, settled in timed.settled.items():
         pair = pairs[settled.choice]
         report.chosen[metric] = Choice(pair.kernel.backend, str(pair.kernel), str(pair.config), settled.share)
+
+
+def _times(pairs: Sequence[Pair], call: Call, cls: str) -> list[PairTime]:
+    """All that is known of the class now, measured in this run or before, fastest call first."""
+    found = []
+    for pair in pairs:
+        known = times.find(pair.kernel, pair.config, call.op, cls, call.device)
+        if known is not None and not known.shipped:
+            names = (pair.kernel.backend, str(pair.kernel), str(pair.config))
+            found.append(PairTime(*names, known.call_us, known.kernel_us))
+    return sorted(found, key=lambda time: time.call_us)
 
 
 def _out(pair: Pair, call: Call, stage: Stage, failure: WorkerFailed, report: ClassReport) -> None:

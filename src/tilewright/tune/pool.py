@@ -50,7 +50,7 @@ class Limits:
 
     start: float = 180.0
     compile: float = 300.0
-    prove: float = 300.0
+    prove: float = 180.0
     time: float = 120.0
 
 

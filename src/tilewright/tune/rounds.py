@@ -21,8 +21,10 @@ Sampler = Callable[[int], tuple[float, float] | None]
 class Effort:
     """How hard to try. A round samples each pair twice, there and back again, so that steady drift cancels."""
 
-    least: int = 5
-    most: int = 32
+    least: int = 4
+    close: int = 12
+    """At the least where more than one pair is near enough to be chosen."""
+    most: int = 36
     seconds: float = 30.0
     sure: float = 0.98
     """A choice is settled when so large a share of resamplings agrees with it, and did so a round before."""
@@ -64,7 +66,11 @@ def run(sampler: Sampler, places: Sequence[Place], effort: Effort = EFFORT) -> T
             continue
         before = result.settled
         result.settled = {metric: settled(found, places) for metric, found in taken.items()}
-        unsure = [s for m, s in result.settled.items() if not _stands(s, before.get(m), effort.sure)]
+        enough = result.rounds >= effort.close
+        unsure = [
+            s for m, s in result.settled.items()
+            if not _stands(s, before.get(m), effort.sure) or (len(s.contenders) > 1 and not enough)
+        ]  # fmt: skip
         if not unsure or time.monotonic() > end:
             break
         active = sorted(frozenset().union(*(s.contenders for s in unsure)) & set(alive))
@@ -95,8 +101,14 @@ def _round(sampler: Sampler, active: Sequence[int], taken: dict[Metric, list[dic
                 samples.setdefault(pair, []).append(sample)
     for place, metric in enumerate(METRICS):
         whole = {p: found for p, found in samples.items() if p not in failed}
-        taken[metric].append({p: sum(s[place] for s in found) / len(found) for p, found in whole.items()})
+        taken[metric].append({p: _mean([s[place] for s in found]) for p, found in whole.items()})
     return failed
+
+
+def _mean(samples: Sequence[float]) -> float:
+    """Of the way there and the way back; where they differ by more than drift explains, one met an interruption."""
+    low, high = min(samples), max(samples)
+    return low if high > 1.05 * low else sum(samples) / len(samples)
 
 
 def _screened(active: Sequence[int], taken: dict[Metric, list[dict[int, float]]], factor: float) -> list[int]:

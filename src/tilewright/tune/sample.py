@@ -71,9 +71,9 @@ class Timing:
         self.device = first.device
         self.stream = torch.cuda.Stream(self.device) if call.device.is_gpu else None
         self.sets, self.flush = [inputs], False
+        self.size = sum(t.numel() * t.element_size() for t in inputs if t is not None)
         if call.device.is_gpu:
-            bytes = sum(f.numel * f.dtype.itemsize for f in call.tensors.values() if f is not None)
-            count, self.flush = measure.rotation(bytes, measure.cache_bytes(self.device))
+            count, self.flush = measure.rotation(self.size, measure.cache_bytes(self.device))
             self.sets += [_copy(inputs, call) for _ in range(count - 1)]
         self._watches: dict[tuple[str, Config], tuple[measure.Watch, measure.Watch]] = {}
 
@@ -106,7 +106,9 @@ class Timing:
                 calls()
                 batch = min(max(int(SAMPLE_US / calls()), LEAST_BATCH), measure.BATCH)
                 calls = measure.call_watch(runs[0], self.device, batch)
-                kernels = measure.kernel_watch(runs, self.device, self.stream, cold=True, flush=self.flush)
+                kernels = measure.kernel_watch(
+                    runs, self.device, self.stream, size=self.size, cold=True, flush=self.flush
+                )
             calls()
             found = self._watches[key] = calls, kernels
         return found

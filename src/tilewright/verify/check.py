@@ -87,9 +87,14 @@ def check(
     with torch.no_grad():
         first = dict(zip(names, _run(run, tensors), strict=True))
         second = dict(zip(names, _run(run, tensors), strict=True))
+        elsewhere = _run_on_a_side_stream(run, tensors, before)
     for name, tensor, kept in zip(op.tensors, tensors, before, strict=True):
         if not same_bits(tensor, kept):
             outcome.problems.append(f"input {name} was changed")
+    if elsewhere is not None and kernel.capability.deterministic:
+        strays = [n for n, found in zip(names, elsewhere, strict=True) if not same_bits(found, first[n])]
+        if strays:
+            outcome.problems.append(f"{', '.join(strays)}: not ordered by the current stream")
     specs = op.out_specs(inputs, options, saving)
     for name in names:
         found, wanted = first[name], truth.baseline[name]
@@ -110,6 +115,30 @@ def _run(run: Run, tensors: Sequence[Tensor | None]) -> list[Any]:
     device = next(t.device for t in tensors if t is not None)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return results
+
+
+def _run_on_a_side_stream(
+    run: Run, tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]
+) -> list[Any] | None:
+    """Run while the inputs are still NaN for the default stream; they get their values late, on the current one.
+
+    A kernel on another stream reads the NaN. None on a CPU, and where an input cannot be filled in place.
+    """
+    first = next(t for t in tensors if t is not None)
+    filled = [(t, v) for t, v in zip(tensors, values, strict=True) if t is not None and v is not None]
+    if not first.is_cuda or any(0 in t.stride() for t, _ in filled):
+        return None
+    for tensor, _ in filled:
+        tensor.fill_(float("nan"))
+    torch.cuda.synchronize(first.device)
+    stream = torch.cuda.Stream(first.device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000)
+        for tensor, value in filled:
+            tensor.copy_(value)
+        results = run(*tensors)
+    torch.cuda.synchronize(first.device)
     return results
 
 

@@ -32,6 +32,8 @@ class Result:
     op: str
     backend: str
     dtype: str
+    kernel: str = ""
+    """op/backend, and the label that tells kernels of one backend apart."""
     config: str = ""
     cases: int = 0
     passed: int = 0
@@ -119,7 +121,7 @@ def verify_kernel(
     facts = device_of(where.type, where.index)
     emulated = backend.emulates(facts)
     size = size or ("full" if where.type == "cuda" else "tiny" if emulated else "small")
-    result = Result(op.name, kernel.backend, str(dtype).removeprefix("torch."))
+    result = Result(op.name, kernel.backend, str(dtype).removeprefix("torch."), kernel.name)
     missing = backend.missing()
     pools: dict[Config, dict[str, Any]] = {}
     verdicts: dict[tuple[Config, str], list[Outcome]] = {}

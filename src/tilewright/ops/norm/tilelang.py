@@ -22,7 +22,7 @@ BACKWARD = Program("tilewright.ops.norm.tilelang_gradients:backward")
 PARTIAL_COLUMNS = Program("tilewright.ops.norm.tilelang_gradients:partial_columns")
 REDUCE_COLUMNS = Program("tilewright.ops.norm.tilelang_gradients:reduce_columns")
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-REDUCE_LANES, REDUCE_DEPTH = 32, 16
+REDUCE_LANES, REDUCE_DEPTH = 32, 32
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -87,7 +87,8 @@ def _backward(
         programs = persistent if fused else -(-rows // config.rows)
         partial = Scratch("partial", (len(fused), programs, columns)) if fused else None
         constants = {**shared, "dx_needed": dx is not None, "sums": fused, "keep": keep, "lanes": config.lanes,
-                     "block_rows": config.rows, "tiles": config.tiles}  # fmt: skip
+                     "block_rows": config.rows, "tiles": config.tiles, "ahead": bool(config.get("ahead", 0)),
+                     "blocks": config.get("blocks", 0)}  # fmt: skip
         own = {**args, "partial": partial, "row_means": row_means, "programs": programs}
         launches.append(Launch(BACKWARD, (programs, 1, 1), own, constants))
     if apart:

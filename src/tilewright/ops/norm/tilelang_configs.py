@@ -1,7 +1,8 @@
 """How many threads share a row in the TileLang norm kernels, best guess first. Needs no TileLang.
 
 Keys: `lanes` threads a row; `rows` rows a block at a time; `tiles` walks a row in that many tiles (1: registers hold
-it); `per_sm` persistent blocks a multiprocessor (backward).
+it). Backward: `per_sm` persistent blocks a multiprocessor; `blocks` bounds the registers so that as many fit; `ahead`
+loads a block's next rows while it works on these.
 """
 
 from __future__ import annotations
@@ -49,20 +50,26 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     x: TensorFacts = call.y if call.op == "l2_norm_backward" else call.x
     vec, columns = vector(x), x.columns
     sums = sum(call.has(name) for name in ("dweight", "dbias", "dpre_bias"))
-    # Registers of a thread for each element that it holds: the inputs in their own dtype, the sums in float32.
-    words = 3 * x.dtype.itemsize / 4 + 1 + sums + (x.dtype.itemsize / 4 if call.tensors.get("dh") is not None else 0)
+    size = x.dtype.itemsize / 4
+    # Registers for each element that a thread holds: the inputs in their own dtype, the sums in float32.
+    words = 3 * size + 1 + sums + (size if call.tensors.get("dh") is not None else 0)
     found = []
-    for held, threads in ((8, 256), (16, 256), (8, 512), (16, 128)):
+    for held, threads, busy, ahead in (
+        (8, 256, 1024, 1), (8, 256, 1024, 0), (16, 256, 512, 1), (8, 256, 512, 1), (16, 256, 512, 0), (8, 128, 1024, 1),
+    ):  # fmt: skip
         lanes = _lanes(columns, vec, held)
         elements = -(-columns // (lanes * vec)) * vec
-        size = max(threads, lanes)
-        if elements * words + 28 > min(255, 65536 // size):
+        block = max(threads, lanes)
+        blocks = max(1, busy // block)
+        needed = 28 + elements * (words + ahead * 2 * size)
+        if needed > min(255, 1.15 * 65536 / (block * blocks)):
             continue
-        for busy in (1024, 2048):
-            found.append(Config(lanes=lanes, rows=max(1, threads // lanes), tiles=1, per_sm=max(1, busy // size)))
+        found.append(
+            Config(lanes=lanes, rows=max(1, threads // lanes), tiles=1, per_sm=blocks, blocks=blocks, ahead=ahead)
+        )
     wide = [
-        Config(lanes=lanes, rows=1, tiles=max(1, -(-columns // (lanes * held))), per_sm=8)
-        for lanes, held in ((512, 16), (1024, 16), (256, 16))
+        Config(lanes=lanes, rows=1, tiles=-(-columns // (lanes * 16)), per_sm=8)
+        for lanes in (512, 1024, 256)
+        if columns > lanes * 16
     ]
-    wide = [config for config in wide if config.tiles > 1]
     return _unique(found + wide[: 1 if found else 3])

@@ -12,6 +12,7 @@ import tilelang.language as T
 
 from tilewright.ops.norm.tilelang_programs import (
     F32,
+    alloc,
     by_warp,
     column_of,
     dense,
@@ -43,6 +44,14 @@ def weighted(kind: str, value: Any, weight: Any, weight_offset: Any) -> Any:
 
 
 @T.macro
+def load_statistic(to, source, first_row, rows):
+    for i in T.Parallel(*to.shape):
+        to[i] = T.float32(0)
+        if first_row + i < rows:
+            to[i] = source[first_row + i]
+
+
+@T.macro
 def store_sum(partial, sums, columns, rows, first, at_row, columns_like):
     """One row of partial sums: those of the block's groups of threads, added up."""
     if rows == 1:
@@ -50,8 +59,7 @@ def store_sum(partial, sums, columns, rows, first, at_row, columns_like):
             if first + j < columns:
                 partial[dense(columns, at_row, first + j)] = sums[i, j]
     else:
-        whole = T.alloc_fragment((sums.shape[1],), F32)
-        T.annotate_layout({whole: columns_like})
+        whole = alloc(columns_like, (sums.shape[1],))
         T.reduce_sum(sums, whole, dim=0)
         for j in T.Parallel(sums.shape[1]):
             if first + j < columns:
@@ -61,19 +69,22 @@ def store_sum(partial, sums, columns, rows, first, at_row, columns_like):
 def backward(
     *, columns: int, dtype: str, dy_layout: str | None, x_layout: str, weight_layout: str | None, weight_dtype: str,
     dh_layout: str | None, kind: str, cast_before_weight: bool, dx_needed: bool, sums: tuple[str, ...], keep: bool,
-    vec: int, lanes: int, block_rows: int, tiles: int,
+    vec: int, lanes: int, block_rows: int, tiles: int, ahead: bool, blocks: int,
 ) -> Any:  # fmt: skip
     """dx of every row, and partial sums over rows for each of `sums` ("weight", "bias", "pre_bias", in this order).
 
     `kind` is "rms", "layer" or "l2" (there `x` is the forward's y). With e = dy * w and n the normalised row,
     dx = rstd (e - mean(e) - n mean(e n)) + dh, without mean(e) where nothing was centred. `keep` also stores the means.
+    `ahead` loads a block's next rows while it works on these; `blocks` a multiprocessor bounds the registers (0: not).
     """
     C, R = columns, block_rows
     width = -(-C // (vec * lanes * tiles)) * vec * lanes
     held = tiles == 1
     divisor = 1.0 if kind == "l2" else float(C)
     rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    row_like = each_row(R, lanes)
     warps_like, (warp_count, span) = by_warp(R, width, vec, lanes), warps(width, vec, lanes)
+    ahead = ahead and held and dy_layout is not None
     means = dy_layout is not None and (dx_needed or "pre_bias" in sums)
     n = T.dynamic("n", "int64")
 
@@ -87,62 +98,82 @@ def backward(
         dh_inner: T.int32, dh_outer: T.int64, dh_stride: T.int64, dh_step: T.int64, weight_step: T.int64,
     ):  # fmt: skip
         with T.Kernel(programs, threads=R * lanes) as block:
-            xs = T.alloc_fragment((R, width), dtype)
-            dys = T.alloc_fragment((R, width), dtype)
-            terms = T.alloc_fragment((R, width), F32)
-            row_mean = T.alloc_fragment((R,), F32)
-            row_rstd = T.alloc_fragment((R,), F32)
-            mean_e = T.alloc_fragment((R,), F32)
-            mean_en = T.alloc_fragment((R,), F32)
-            T.annotate_layout({xs: rows_like, dys: rows_like, terms: rows_like})
-            T.annotate_layout(dict.fromkeys((row_mean, row_rstd, mean_e, mean_en), each_row(R, lanes)))
+            if blocks:
+                T.annotate_min_blocks_per_sm(blocks)
+            xs = alloc(rows_like, (R, width), dtype)
+            dys = alloc(rows_like, (R, width), dtype)
+            terms = alloc(rows_like, (R, width))
+            row_mean = alloc(row_like, (R,))
+            row_rstd = alloc(row_like, (R,))
+            mean_e = alloc(row_like, (R,))
+            mean_en = alloc(row_like, (R,))
             dy_place = (dy_inner, dy_outer, dy_stride, dy_step)
             x_place = (x_inner, x_outer, x_stride, x_step)
             if means:
-                en_terms = T.alloc_fragment((R, warp_count, span), F32)
-                e_terms = T.alloc_fragment((R, warp_count, span), F32)
-                en_part = T.alloc_fragment((R, warp_count), F32)
-                e_part = T.alloc_fragment((R, warp_count), F32)
+                en_terms = alloc(warps_like, (R, warp_count, span))
+                e_terms = alloc(warps_like, (R, warp_count, span))
+                en_part = alloc(each_warp(R, lanes), (R, warp_count))
+                e_part = alloc(each_warp(R, lanes), (R, warp_count))
                 shared = T.alloc_shared((2, R, warp_count), F32)
-                T.annotate_layout({en_terms: warps_like, e_terms: warps_like})
-                T.annotate_layout({en_part: each_warp(R, lanes), e_part: each_warp(R, lanes)})
             if dh_layout is not None:
-                dhs = T.alloc_fragment((R, width), dtype)
-                T.annotate_layout({dhs: rows_like})
+                dhs = alloc(rows_like, (R, width), dtype)
                 dh_place = (dh_inner, dh_outer, dh_stride, dh_step)
             if weight_layout is not None:
-                ws = T.alloc_fragment((width,), weight_dtype)
-                T.annotate_layout({ws: columns_like})
+                ws = alloc(columns_like, (width,), weight_dtype)
                 if held:
                     load_line(ws, weight, weight_layout, C, 0, weight_step)
             if "weight" in sums:
-                weight_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({weight_sum: rows_like})
+                weight_sum = alloc(rows_like, (R, width))
                 T.clear(weight_sum)
             if "bias" in sums:
-                bias_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({bias_sum: rows_like})
+                bias_sum = alloc(rows_like, (R, width))
                 T.clear(bias_sum)
             if "pre_bias" in sums:
-                pre_bias_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({pre_bias_sum: rows_like})
+                pre_bias_sum = alloc(rows_like, (R, width))
                 T.clear(pre_bias_sum)
 
+            if ahead:
+                next_xs = alloc(rows_like, (R, width), dtype)
+                next_dys = alloc(rows_like, (R, width), dtype)
+                next_rstd = alloc(row_like, (R,))
+                load_rows(next_xs, x, x_layout, vec, C, block * R, rows, 0, x_place)
+                load_rows(next_dys, dy, dy_layout, vec, C, block * R, rows, 0, dy_place)
+                load_statistic(next_rstd, rstd, block * R, rows)
+                if dh_layout is not None:
+                    next_dhs = alloc(rows_like, (R, width), dtype)
+                    load_rows(next_dhs, dh, dh_layout, vec, C, block * R, rows, 0, dh_place)
+                if kind == "layer":
+                    next_mean = alloc(row_like, (R,))
+                    load_statistic(next_mean, mean, block * R, rows)
             for turn in T.serial(T.ceildiv(rows - block * R, programs * R)):
                 first_row = (turn * programs + block) * R
-                for i in T.Parallel(R):
-                    row_rstd[i] = T.float32(0)
-                    row_mean[i] = T.float32(0)
-                    if first_row + i < rows:
-                        row_rstd[i] = rstd[first_row + i]
+                if ahead:
+                    for i in T.Parallel(R):
+                        row_rstd[i] = next_rstd[i]
                         if kind == "layer":
-                            row_mean[i] = mean[first_row + i]
-                if held:
-                    if dy_layout is not None:
+                            row_mean[i] = next_mean[i]
+                    for i, j in T.Parallel(R, width):
+                        xs[i, j] = next_xs[i, j]
+                        dys[i, j] = next_dys[i, j]
+                        if dh_layout is not None:
+                            dhs[i, j] = next_dhs[i, j]
+                    following = first_row + programs * R
+                    load_rows(next_xs, x, x_layout, vec, C, following, rows, 0, x_place)
+                    load_rows(next_dys, dy, dy_layout, vec, C, following, rows, 0, dy_place)
+                    if dh_layout is not None:
+                        load_rows(next_dhs, dh, dh_layout, vec, C, following, rows, 0, dh_place)
+                    load_statistic(next_rstd, rstd, following, rows)
+                    if kind == "layer":
+                        load_statistic(next_mean, mean, following, rows)
+                elif dy_layout is not None:
+                    load_statistic(row_rstd, rstd, first_row, rows)
+                    if kind == "layer":
+                        load_statistic(row_mean, mean, first_row, rows)
+                    if held:
                         load_rows(xs, x, x_layout, vec, C, first_row, rows, 0, x_place)
                         load_rows(dys, dy, dy_layout, vec, C, first_row, rows, 0, dy_place)
-                    if dh_layout is not None:
-                        load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, 0, dh_place)
+                if held and not ahead and dh_layout is not None:
+                    load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, 0, dh_place)
                 if means:
                     T.clear(en_terms)
                     if kind == "layer":
@@ -215,7 +246,7 @@ def backward(
                         if first_row + i < rows:
                             row_means[first_row + i] = mean_en[i]
                             if kind == "layer":
-                                row_means[T.Cast("int64", rows) + first_row + i] = mean_e[i]
+                                row_means[rows + first_row + i] = mean_e[i]
             if "weight" in sums:
                 store_sum(partial, weight_sum, C, R, 0, sums.index("weight") * programs + block, columns_like)
             if "bias" in sums:
@@ -238,6 +269,7 @@ def partial_columns(
     C, R = columns, block_rows
     width = vec * lanes
     rows_like, columns_like = tile(R, width, vec, lanes), line(R, width, vec, lanes)
+    row_like = each_row(R, lanes)
     n = T.dynamic("n", "int64")
 
     @T.prim_func
@@ -250,45 +282,35 @@ def partial_columns(
         dh_inner: T.int32, dh_outer: T.int64, dh_stride: T.int64, dh_step: T.int64, weight_step: T.int64,
     ):  # fmt: skip
         with T.Kernel(T.ceildiv(C, width), programs, threads=R * lanes) as (column_block, block):
-            xs = T.alloc_fragment((R, width), dtype)
-            dys = T.alloc_fragment((R, width), dtype)
-            row_mean = T.alloc_fragment((R,), F32)
-            row_rstd = T.alloc_fragment((R,), F32)
-            T.annotate_layout({xs: rows_like, dys: rows_like})
+            xs = alloc(rows_like, (R, width), dtype)
+            dys = alloc(rows_like, (R, width), dtype)
+            row_mean = alloc(row_like, (R,))
+            row_rstd = alloc(row_like, (R,))
             dy_place = (dy_inner, dy_outer, dy_stride, dy_step)
             x_place = (x_inner, x_outer, x_stride, x_step)
             if "weight" in sums:
-                weight_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({weight_sum: rows_like})
+                weight_sum = alloc(rows_like, (R, width))
                 T.clear(weight_sum)
             if "bias" in sums:
-                bias_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({bias_sum: rows_like})
+                bias_sum = alloc(rows_like, (R, width))
                 T.clear(bias_sum)
             if "pre_bias" in sums:
-                pre_bias_sum = T.alloc_fragment((R, width), F32)
-                T.annotate_layout({pre_bias_sum: rows_like})
+                pre_bias_sum = alloc(rows_like, (R, width))
                 T.clear(pre_bias_sum)
-                mean_e = T.alloc_fragment((R,), F32)
-                mean_en = T.alloc_fragment((R,), F32)
+                mean_e = alloc(row_like, (R,))
+                mean_en = alloc(row_like, (R,))
                 dh_place = (dh_inner, dh_outer, dh_stride, dh_step)
                 if dh_layout is not None:
-                    dhs = T.alloc_fragment((R, width), dtype)
-                    T.annotate_layout({dhs: rows_like})
+                    dhs = alloc(rows_like, (R, width), dtype)
                 if weight_layout is not None:
-                    ws = T.alloc_fragment((width,), weight_dtype)
-                    T.annotate_layout({ws: columns_like})
+                    ws = alloc(columns_like, (width,), weight_dtype)
                     load_line(ws, weight, weight_layout, C, column_block * width, weight_step)
             for turn in T.serial(T.ceildiv(rows - block * R, programs * R)):
                 first_row = (turn * programs + block) * R
                 if dy_layout is not None:
-                    for i in T.Parallel(R):
-                        row_rstd[i] = T.float32(0)
-                        row_mean[i] = T.float32(0)
-                        if first_row + i < rows:
-                            row_rstd[i] = rstd[first_row + i]
-                            if kind == "layer":
-                                row_mean[i] = mean[first_row + i]
+                    load_statistic(row_rstd, rstd, first_row, rows)
+                    if kind == "layer":
+                        load_statistic(row_mean, mean, first_row, rows)
                     load_rows(xs, x, x_layout, vec, C, first_row, rows, column_block * width, x_place)
                     load_rows(dys, dy, dy_layout, vec, C, first_row, rows, column_block * width, dy_place)
                     if "weight" in sums:
@@ -301,13 +323,9 @@ def partial_columns(
                         for i, j in T.Parallel(R, width):
                             bias_sum[i, j] += f32(dys[i, j])
                     if "pre_bias" in sums:
-                        for i in T.Parallel(R):
-                            mean_e[i] = T.float32(0)
-                            mean_en[i] = T.float32(0)
-                            if first_row + i < rows:
-                                mean_en[i] = row_means[first_row + i]
-                                if kind == "layer":
-                                    mean_e[i] = row_means[T.Cast("int64", rows) + first_row + i]
+                        load_statistic(mean_en, row_means, first_row, rows)
+                        if kind == "layer":
+                            load_statistic(mean_e, row_means, rows + first_row, rows + rows)
                         for i, j in T.Parallel(R, width):
                             value = weighted(
                                 kind, dys[i, j], ws[j] if weight_layout is not None else None, weight_offset
@@ -351,15 +369,12 @@ def reduce_columns(*, columns: int, dtypes: tuple[str, ...], lanes: int, depth: 
         count: T.int32,
     ):
         with T.Kernel(T.ceildiv(C, lanes), len(dtypes), threads=lanes * depth) as (block, which):
-            part = T.alloc_fragment((depth, lanes), F32)
-            ahead = T.alloc_fragment((unroll, depth, lanes), F32)
-            total = T.alloc_fragment((lanes,), F32)
-            T.annotate_layout(
-                {
-                    part: T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)),
-                    ahead: T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
-                }
+            part = alloc(T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)), (depth, lanes))
+            ahead = alloc(
+                T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
+                (unroll, depth, lanes),
             )
+            total = T.alloc_fragment((lanes,), F32)
             T.clear(part)
             for turn in T.serial(T.ceildiv(count, depth * unroll)):
                 T.clear(ahead)

@@ -78,6 +78,13 @@ def each_warp(rows: int, lanes: int) -> Any:
     return T.Fragment((rows, count), forward_fn=lambda i, w, copy=0: (i * lanes + w * near + copy, 0), replicate=near)
 
 
+def alloc(layout: Any, shape: tuple[int, ...], dtype: str = F32) -> Any:
+    """Registers laid out as told."""
+    fragment = T.alloc_fragment(shape, dtype)
+    T.annotate_layout({fragment: layout})
+    return fragment
+
+
 def at(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, Any, Any, Any]) -> Any:
     """The int64 element offset of (row, column); the int32 row is widened before it multiplies."""
     inner, outer, stride, step = place
@@ -176,30 +183,24 @@ def forward(
         pre_bias_step: T.int64,
     ):  # fmt: skip
         with T.Kernel(T.ceildiv(rows, R), threads=R * lanes) as block:
-            xs = T.alloc_fragment((R, width), dtype)
-            terms = T.alloc_fragment((R, warp_count, span), F32)
-            part = T.alloc_fragment((R, warp_count), F32)
-            row_mean = T.alloc_fragment((R,), F32)
-            row_rstd = T.alloc_fragment((R,), F32)
-            T.annotate_layout({xs: rows_like, terms: warps_like, part: each_warp(R, lanes)})
-            T.annotate_layout({row_mean: each_row(R, lanes), row_rstd: each_row(R, lanes)})
+            xs = alloc(rows_like, (R, width), dtype)
+            terms = alloc(warps_like, (R, warp_count, span))
+            part = alloc(each_warp(R, lanes), (R, warp_count))
+            row_mean = alloc(each_row(R, lanes), (R,))
+            row_rstd = alloc(each_row(R, lanes), (R,))
             shared = T.alloc_shared((2, R, warp_count), F32)
             x_place = (x_inner, x_outer, x_stride, x_step)
             if residual_layout is not None:
-                rs = T.alloc_fragment((R, width), dtype)
-                T.annotate_layout({rs: rows_like})
+                rs = alloc(rows_like, (R, width), dtype)
                 residual_place = (residual_inner, residual_outer, residual_stride, residual_step)
             if pre_bias_layout is not None:
-                ps = T.alloc_fragment((width,), pre_bias_dtype)
-                T.annotate_layout({ps: columns_like})
+                ps = alloc(columns_like, (width,), pre_bias_dtype)
             if weight_layout is not None:
-                ws = T.alloc_fragment((width,), weight_dtype)
-                T.annotate_layout({ws: columns_like})
+                ws = alloc(columns_like, (width,), weight_dtype)
                 if held:
                     load_line(ws, weight, weight_layout, C, 0, weight_step)
             if bias_layout is not None:
-                bs = T.alloc_fragment((width,), bias_dtype)
-                T.annotate_layout({bs: columns_like})
+                bs = alloc(columns_like, (width,), bias_dtype)
                 if held:
                     load_line(bs, bias, bias_layout, C, 0, bias_step)
 

@@ -1,0 +1,69 @@
+"""The conformance suite over every (op, kernel, dtype) of the registry that runs on this machine.
+
+`make test` takes what is quick: aten and Triton's interpreter on few sizes; inductor, which compiles each op for
+seconds, runs by `make test-all`, but for one op.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewright.core import registry
+from tilewright.core.device import device_of
+from tilewright.core.kernel import Kernel
+from tilewright.verify.cases import DTYPES
+from tilewright.verify.suite import verify_kernel
+
+QUICK_INDUCTOR = {"l2_norm"}
+KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k.backend != "reference"]
+
+
+def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    costly = kernel.backend == "inductor" and (kernel.op not in QUICK_INDUCTOR or dtype != torch.bfloat16)
+    return [pytest.mark.slow] if costly else []
+
+
+PAIRS = [
+    pytest.param(k, dtype, id=f"{k.name}-{str(dtype).removeprefix('torch.')}", marks=_marks(k, dtype))
+    for k in KERNELS
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), PAIRS)
+def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    op, backend = registry.op(kernel.op), registry.backend(kernel.backend)
+    where = torch.device(device)
+    facts = device_of(where.type)
+    size = "tiny" if device == "cpu" else "full"
+    result = verify_kernel(op, kernel, dtype, where, size=size)
+    assert not result.failed, result.failures
+    assert result.passed + result.failed + len(result.not_run) >= result.cases > 20
+    reasons = {entry["reason"] for entry in result.not_run}
+    assert all(reasons), "a case that did not run says why"
+    serves = not kernel.capability.devices or any(t.accepts(facts) for t in kernel.capability.devices)
+    if backend.missing() is not None:
+        assert result.passed == 0 and reasons == {str(backend.missing())}
+        pytest.skip(f"{kernel.backend}: {backend.missing()}")
+    if not serves and not backend.emulates(facts):
+        assert result.passed == 0 and all("device: " in r or "nothing to compute" in r for r in reasons)
+        pytest.skip(f"{kernel.backend} does not run on {facts}")
+    unexpected = {r for r in reasons if "out of memory" not in r and "nothing to compute" not in r}
+    if kernel.backend in ("triton", "inductor", "tilelang"):
+        # the library's own kernels take everything but more strides than two, and columns apart
+        assert all("strides" in r or "stride " in r for r in unexpected), unexpected
+        assert result.passed >= result.cases * 0.8
+    elif result.passed == 0:
+        # aten: half precision on a CPU keeps statistics that are not ours
+        assert device == "cpu" and dtype != torch.float32 and unexpected
+        pytest.skip("; ".join(sorted(unexpected))[:200])
+    else:
+        assert result.passed >= result.cases * 0.3
+    assert 0 <= result.max_error <= result.tolerance + 1
+
+
+def test_every_op_has_more_than_its_reference() -> None:
+    for op in registry.ops():
+        backends = {k.backend for k in registry.kernels_of(op.name)}
+        assert {"reference", "inductor", "triton", "tilelang"} <= backends, op

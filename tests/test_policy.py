@@ -1,0 +1,238 @@
+"""Preferences: `tw.use`, the environment, pins, what falls back and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright as tw
+from tilewright.core import policy, registry
+
+W = torch.ones(24)
+
+
+def node_of(x: Tensor, **how: Any) -> Tensor:
+    y: Tensor = torch.ops.tilewright.rms_norm(x, None, eps=1e-6, weight_offset=0.0, cast_before_weight=False, **how)
+    return y
+
+
+def chosen(op: Any = tw.rms_norm, x: Tensor | None = None, **how: Any) -> str:
+    found = tw.explain(op, torch.randn(3, 24) if x is None else x, **how).chosen
+    assert found is not None
+    return found.backend
+
+
+def test_blocks_nest_and_the_innermost_that_speaks_decides() -> None:
+    start = chosen()
+    with tw.use(backend="vendor"):
+        assert chosen() == "vendor"
+        with tw.use(check="never"):
+            assert chosen() == "vendor" and policy.current().check("rms_norm") == "never"
+            with tw.use(backend="reference", strict=True, check="first"):
+                assert chosen() == "reference" and policy.current().strict("rms_norm")
+                assert policy.current().check("rms_norm") == "first"
+            assert chosen() == "vendor" and not policy.current().strict("rms_norm")
+        assert policy.current().check("rms_norm") == "first"
+    assert chosen() == start
+
+
+def test_a_block_ends_with_its_exception() -> None:
+    before = policy.current()
+    with pytest.raises(ZeroDivisionError), tw.use(backend="reference"):
+        1 / 0
+    assert policy.current() is before
+
+
+@pytest.mark.parametrize("ops", [["add_rms_norm"], [tw.add_rms_norm]])
+def test_ops_limit_a_block_and_bring_their_backward(ops: Any) -> None:
+    with tw.use(backend="vendor", check="never", strict=True, ops=ops):
+        now = policy.current()
+        assert now.backend("rms_norm") is None and now.check("rms_norm") == "first" and not now.strict("rms_norm")
+        for name in ("add_rms_norm", "rms_norm_backward"):  # the latter is the gradient of the former
+            assert now.backend(name) == "vendor" and now.check(name) == "never" and now.strict(name)
+
+
+def test_unknown_names_are_refused_with_those_that_exist() -> None:
+    with pytest.raises(tw.UnknownName) as error:
+        tw.rms_norm(torch.randn(2, 4), backend="tritn")
+    assert all(name in str(error.value) for name in ("'tritn'", *registry.backend_names()))
+    with pytest.raises(tw.UnknownName, match="known: .*reference"), tw.use(backend="cudnn"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(tw.UnknownName, match="unknown op 'rmsnorm'; known: .*rms_norm"), tw.use(ops=["rmsnorm"]):
+        pass
+    with pytest.raises(tw.InvalidArgument, match=r"ops: the string 'rms_norm'; a list: \['rms_norm'\]"):
+        with tw.use(ops="rms_norm"):
+            pass
+    with pytest.raises(tw.InvalidArgument, match="check: 'sometimes'; one of first, always, never"):
+        with tw.use(check="sometimes"):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(tw.UnknownName, match="unknown op"):
+        registry.op("nope")
+    assert tw.rms_norm(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_asyncio_tasks_keep_their_own() -> None:
+    async def one(backend: str, log: list[tuple[str, str]]) -> None:
+        with tw.use(backend=backend):
+            for _ in range(4):
+                await asyncio.sleep(0)
+                log.append((backend, chosen()))
+
+    async def main() -> list[tuple[str, str]]:
+        log: list[tuple[str, str]] = []
+        with tw.use(check="never"):
+            await asyncio.gather(one("vendor", log), one("reference", log))
+            assert policy.current().check("rms_norm") == "never"
+        return log
+
+    log = asyncio.run(main())
+    assert len(log) == 8 and all(wanted == got for wanted, got in log)
+
+
+def test_new_threads_start_from_the_environment() -> None:
+    found: list[Any] = []
+    with tw.use(backend="reference", check="never"):
+        thread = threading.Thread(target=lambda: found.append(policy.current()))
+        thread.start()
+        thread.join()
+    assert found[0].backend("rms_norm") is None and found[0].check("rms_norm") == "first"
+
+
+SEEN: list[str] = []
+
+
+def seen_backward(dy: Any, x: Any, weight: Any, rstd: Any, dh: Any, *, saving: bool, **options: Any) -> list[Any]:
+    SEEN.append(threading.current_thread().name)
+    return list(tw.rms_norm_backward.reference(dy, x, weight, rstd, dh, **options))
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_backward_keeps_what_forward_found(node: bool) -> None:
+    """Backward runs outside of the block, and in another thread, whose own policy says otherwise."""
+    from tilewright.core.kernel import Kernel
+
+    kernel = Kernel("rms_norm_backward", "vendor", f"{__name__}:seen_backward", label=f"seen {node}", preference=-50)
+    registry.add_kernels([kernel])
+    SEEN.clear()
+    try:
+        results = []
+        for backend in ("vendor", "reference"):
+            x = torch.randn(3, 24, requires_grad=True)
+            with tw.use(backend=backend, check="never"):
+                y = node_of(x) if node else tw.rms_norm(x)
+            thread = threading.Thread(target=y.sum().backward, name=f"{backend} thread")
+            thread.start()
+            thread.join()
+            results.append(x.grad)
+        assert SEEN == ["vendor thread"] and all(g is not None for g in results)
+    finally:
+        registry.remove_kernel(kernel)
+
+
+def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import torch, tilewright as tw\nx = torch.randn(3, 24)\n" + code],
+        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_environment_sets_the_defaults_and_bad_values_are_refused_by_name() -> None:
+    code = "print(tw.explain(tw.rms_norm, x).chosen.backend)\nwith tw.use(backend='vendor'): print(tw.explain(tw.rms_norm, x).chosen.backend)"
+    done = _run(code, TILEWRIGHT_BACKEND="reference", TILEWRIGHT_CHECK="always")
+    assert done.stdout.split() == ["reference", "vendor"], done.stderr
+    code = """
+for _ in range(2):
+    try: tw.rms_norm(x)
+    except tw.TilewrightError as error: print(type(error).__name__, error)
+"""
+    done = _run(code, TILEWRIGHT_BACKEND="tritn")
+    assert done.stdout.count("UnknownName") == 2 and "TILEWRIGHT_BACKEND" in done.stdout, done.stderr
+    assert "'tritn'" in done.stdout and "triton" in done.stdout
+    done = _run(code, TILEWRIGHT_CHECK="yes")
+    assert done.stdout.count("InvalidArgument") == 2, done.stderr
+    assert "TILEWRIGHT_CHECK: 'yes'; one of first, always, never" in done.stdout
+
+
+def test_pinned_backend_never_falls_back_nor_does_its_gradient() -> None:
+    x = torch.randn(3, 24, requires_grad=True)
+    with pytest.raises(tw.NoKernel, match=r'l2_norm\(backend="vendor"\) cannot take this call\n  l2_norm has no vendor kernel'):
+        tw.l2_norm(x, backend="vendor")
+    with pytest.raises(tw.NoKernel) as error:
+        tw.rms_norm(x.double(), backend="triton")
+    assert "x: dtype fp64; takes fp32, fp16, bf16" in str(error.value) and "reference fits" in str(error.value)
+    with tw.use(backend="reference"), pytest.raises(tw.NoKernel):
+        tw.rms_norm(x.double(), backend="vendor")
+    # forward has a vendor kernel for this call on a CPU, backward has none: an error at backward, no other kernel
+    fits = tw.explain(tw.rms_norm_backward, x.detach(), x.detach(), None, torch.ones(3), backend="vendor").chosen
+    y = tw.rms_norm(x, backend="vendor")
+    if fits is None:
+        with pytest.raises(tw.NoKernel, match=r'rms_norm_backward\(backend="vendor"\)'):
+            y.sum().backward()
+        assert x.grad is None
+    tw.layer_norm(x, backend="reference").sum().backward()
+    assert x.grad is not None
+
+
+def test_a_pin_reaches_the_gradient_through_the_node() -> None:
+    x = torch.randn(3, 24, requires_grad=True)
+    fits = tw.explain(tw.rms_norm_backward, x.detach(), x.detach(), None, torch.ones(3), backend="vendor").chosen
+    y = node_of(x, backend="vendor")
+    if fits is None:
+        with pytest.raises(tw.NoKernel, match=r'rms_norm_backward\(backend="vendor"\)'):
+            y.sum().backward()
+
+
+def test_preference_falls_back_with_one_record_a_class(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="tilewright")
+    with tw.use(backend="cuda", check="never", ops=["l2_norm"]):
+        for rows in (5, 6, 7, 8, 5):  # one class: rows count by the next power of two
+            assert tw.l2_norm(torch.randn(rows, 31)).shape == (rows, 31)
+        with tw.use(strict=False):
+            tw.l2_norm(torch.randn(5, 31))
+        told = [r.message for r in caplog.records if "preferred backend cuda" in r.message]
+        assert len(told) == 1 and "l2_norm" in told[0] and " runs" in told[0]
+        tw.l2_norm(torch.randn(5, 32))
+    assert len([r for r in caplog.records if "preferred backend cuda" in r.message]) == 2
+
+
+def test_strict_makes_the_fallback_an_error() -> None:
+    x = torch.randn(3, 24)
+    with tw.use(backend="cuda", strict=True, check="never"):
+        with pytest.raises(tw.NoKernel, match=r'rms_norm\(backend="cuda"\).*\n.*device: .* is not supported; needs sm_90'):
+            tw.rms_norm(x)
+        assert tw.rms_norm(x, backend="reference").shape == x.shape, "a pin is not the preference"
+    assert tw.rms_norm(x).shape == x.shape
+
+
+def test_empty_calls_suit_every_backend(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch may be empty now and then: neither a pin nor a strict preference breaks on it, and nothing is logged."""
+    x = torch.randn(0, 24, requires_grad=True)
+    tw.rms_norm(x, W, backend="triton").sum().backward()
+    with tw.use(backend="triton", strict=True):
+        tw.rms_norm(x, W).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 24) and not caplog.records
+
+
+def test_the_reference_on_a_cpu_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tw.rms_norm(torch.randn(3, 25, dtype=torch.float64))
+    tw.add_layer_norm(torch.randn(3, 25).double(), torch.randn(3, 25).double())
+    with tw.use(backend="reference"):
+        tw.rms_norm(torch.randn(3, 25))
+    assert not caplog.records
+
+
+def test_explain_takes_the_policy_into_account() -> None:
+    with tw.use(backend="vendor"):
+        assert "preferred by tw.use" in str(tw.explain(tw.rms_norm, torch.randn(3, 24), W))
+    assert "pinned by backend=" in str(tw.explain(tw.rms_norm, torch.randn(3, 24), W, backend="reference"))
+    refused = tw.explain(tw.rms_norm, torch.randn(3, 24), W, backend="cuda")
+    assert refused.chosen is None and "cuda cannot take this call" in str(refused)

@@ -1,0 +1,440 @@
+"""Which kernel serves a call: order of choice, evidence, quarantine, and what `explain` says of it.
+
+The kernels here are functions of torch for `l2_norm`, right or wrong on purpose, preferred before the library's own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright as tw
+from tilewright.core import dispatch, evidence, registry, times
+from tilewright.core.cache import disk
+from tilewright.core.capability import Capability
+from tilewright.core.classes import call_class, layout_class
+from tilewright.core.device import device_of
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
+
+OP = registry.op("l2_norm")
+CPU = device_of("cpu")
+calls: list[str] = []
+caught: list[torch.Tensor] = []
+
+
+def _right(x: Any, eps: float, saving: bool) -> list[Any]:
+    return OP.define({"x": x}, {"eps": eps}, saving)
+
+
+def quick(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    calls.append("quick")
+    return _right(x, eps, saving)
+
+
+def slow(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    calls.append("slow")
+    return _right(x, eps, saving)
+
+
+def wrong(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    calls.append("wrong")
+    y, *rest = _right(x, eps, saving)
+    return [y * 1.5, *rest]
+
+
+def wrong_on_seven(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    """Right on every probe; wrong, and greedy for random numbers, where the caller's data hold a 7."""
+    y, *rest = _right(x, eps, saving)
+    return [y + 1 if bool((x == 7).any()) else y, *rest]
+
+
+def lucky(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    torch.rand(3)
+    return _right(x, eps, saving)
+
+
+def raising(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    calls.append("raising")
+    raise ValueError("this kernel never compiles")
+
+
+def interrupted(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    raise KeyboardInterrupt
+
+
+class DeviceLost(RuntimeError):
+    sticky = True
+
+
+def sticky(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    raise DeviceLost("an illegal memory access was encountered")
+
+
+def hungry(x: Any, *, eps: float, saving: bool) -> list[Any]:
+    raise torch.OutOfMemoryError("tried to allocate 3 EiB")
+
+
+def never_fits(call: Any) -> Iterator[Reason]:
+    yield Reason("x", "is not to this kernel's taste", "another x would do")
+
+
+Make = Callable[..., Kernel]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Adds a kernel of l2_norm for one test, under a label of its own, so that no test sees another's evidence."""
+    made: list[Kernel] = []
+    calls.clear()
+
+    def add(function: str, preference: int = -10, **more: Any) -> Kernel:
+        label = f"{function} {request.node.name}"
+        kernel = Kernel("l2_norm", "vendor", f"{__name__}:{function}", label=label, preference=preference, **more)
+        registry.add_kernels([kernel])
+        made.append(kernel)
+        return kernel
+
+    yield add
+    for kernel in made:
+        registry.remove_kernel(kernel)
+
+
+def facts(x: torch.Tensor) -> Any:
+    return dispatch.facts_of(OP, [x], dict(OP.options), False, False)
+
+
+def chosen(x: torch.Tensor, **how: Any) -> str:
+    found = tw.explain(tw.l2_norm, x, **how).chosen
+    return "" if found is None else found.kernel.label.split(" ")[0] or found.backend
+
+
+def record(kernel: Kernel, x: torch.Tensor, us: float, config: Config = Config(), device: Any = CPU) -> None:
+    times.record(kernel, config, "l2_norm", call_class(facts(x), dict(OP.options)), device, us, us)
+
+
+# Order -------------------------------------------------------------------------------------------------------------
+
+
+def test_pinned_before_tuned_before_declared_before_reference(make: Make) -> None:
+    x = torch.randn(3, 17)
+    slow, quick = make("slow", -20), make("quick", -10)
+    assert chosen(x) == "slow", "the lower declared preference, without times"
+    record(slow, x, 20.0), record(quick, x, 10.0)
+    assert chosen(x) == "quick", "the faster one, once measured"
+    assert "tuned" in tw.explain(tw.l2_norm, x).why
+    assert chosen(x, backend="reference") == "reference"
+    with tw.use(backend="reference"):
+        assert chosen(x) == "reference"
+        assert chosen(x, backend="vendor") == "quick", "a pin is stronger than a preference"
+    order = [c.kernel.label.split(" ")[0] or c.backend for c in tw.explain(tw.l2_norm, x).candidates if c.fits]
+    assert order[:3] == ["quick", "slow", "reference"], "inductor, which must compile first, comes last by declaration"
+
+
+def test_reference_serves_where_nothing_else_fits() -> None:
+    found = tw.explain(tw.l2_norm, torch.randn(3, 17, dtype=torch.float64))
+    assert found.chosen is not None and found.chosen.backend == "reference"
+    assert all(c.reasons for c in found.candidates if c.backend != "reference")
+
+
+def test_incumbent_stays_inside_the_tie_band(make: Make) -> None:
+    x = torch.randn(3, 18)
+    slow, quick = make("slow", -20), make("quick", -10)
+    record(slow, x, 10.05), record(quick, x, 10.0)
+    assert chosen(x) == "slow", "beaten by half a percent only"
+    record(slow, x, 10.2)
+    assert chosen(x) == "quick"
+
+
+def test_configs_are_chosen_by_time_too(make: Make) -> None:
+    x = torch.randn(3, 19)
+    kernel = make("quick", configs=(Config(n=1), Config(n=2), Config(n=3)))
+    for n, us in ((1, 30.0), (2, 10.05), (3, 10.0)):
+        record(kernel, x, us, Config(n=n))
+    found = tw.explain(tw.l2_norm, x).chosen
+    assert found is not None and found.config == Config(n=2), "the first inside the tie band"
+
+
+def test_times_of_another_gpu_driver_or_compiler_are_not_used(make: Make) -> None:
+    x = torch.randn(3, 20)
+    slow, quick = make("slow", -20), make("quick", -10)
+    record(quick, x, 1.0, device=replace(CPU, driver="999.99"))
+    record(quick, x, 1.0, device=replace(CPU, name="another machine"))
+    found = tw.explain(tw.l2_norm, x)
+    assert chosen(x) == "slow" and "999.99" in str(found) and "not used here" in str(found)
+    cls = call_class(facts(x), dict(OP.options))
+    older = {f"{quick.name} {quick.digest} 0.0.1|": {"call_us": 1.0, "kernel_us": 1.0}}
+    disk().update("times", f"l2_norm {cls}", lambda known: known.update({f"{CPU.name}|{CPU.driver}": older}))
+    times.forget()
+    assert chosen(x) == "slow", "a time under another compiler"
+    assert times.find(quick, Config(), "l2_norm", cls, CPU) is None
+
+
+# Evidence ----------------------------------------------------------------------------------------------------------
+
+
+def test_first_use_checks_once_and_never_again(make: Make) -> None:
+    make("quick")
+    x = torch.randn(3, 33)
+    tw.l2_norm(x)
+    first = len(calls)
+    assert first > 3, "probes, then the call"
+    for rows in (3, 4, 1000):
+        tw.l2_norm(torch.randn(rows, 33))
+    assert len(calls) == first + 3, "no probe for other row counts"
+    evidence.forget()  # as in another process
+    tw.l2_norm(x)
+    assert len(calls) == first + 4, "evidence is on the disk"
+
+
+def test_check_never_runs_no_probe(make: Make) -> None:
+    make("wrong")
+    x = torch.randn(3, 34)
+    with tw.use(check="never"):
+        y = tw.l2_norm(x)
+    assert calls == ["wrong"]
+    assert not torch.allclose(y, OP.reference(x))
+
+
+def test_check_always_catches_what_probes_do_not_show(make: Make) -> None:
+    make("wrong_on_seven")
+    x = torch.randn(3, 35)
+    tw.l2_norm(x)
+    x[1, 1] = 7
+    kept = x.clone()
+    tw.l2_norm(x)  # unnoticed
+    with tw.use(check="always"):
+        tw.l2_norm(torch.randn(3, 35))
+        with pytest.raises(tw.CheckFailed, match=r"l2_norm: y: .*allowed"):
+            tw.l2_norm(x)
+        tw.l2_norm(torch.randn(3, 35))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_checks_advance_no_generator_and_follow_no_mode(make: Make, check: Any) -> None:
+    make("lucky")
+    x = torch.randn(3, 36 + (check == "always"), requires_grad=True)
+    before = torch.random.get_rng_state()
+    with tw.use(check=check), torch.random.fork_rng():
+        tw.l2_norm(x)
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(5)
+    torch.rand(3)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    evidence.forget()
+    tw.l2_norm(torch.randn(3, 38, generator=torch.Generator()))
+    assert torch.equal(torch.rand(1), expected), "the call's own three numbers and none of the probes'"
+
+
+def test_wrong_kernel_is_quarantined_and_the_next_serves(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = make("wrong", -20), make("quick", -10)
+    x = torch.randn(3, 40)
+    y = tw.l2_norm(x)
+    torch.testing.assert_close(y, OP.reference(x))
+    assert any("wrong" in r.message and "quarantined" in r.message for r in caplog.records)
+    table = str(tw.explain(tw.l2_norm, x))
+    assert "quarantine" in table and "largest error" in table and chosen(x) == "quick"
+    bads = len([c for c in calls if c == "wrong"])
+    evidence.forget()  # as in another process: the verdict is kept
+    tw.l2_norm(torch.randn(4, 40))
+    assert len([c for c in calls if c == "wrong"]) == bads
+    layout = layout_class(facts(x), dict(OP.options))
+    stored = evidence.find(bad, Config(), layout, CPU.arch)
+    assert stored is not None and stored.passed is False
+    changed = replace(bad)
+    changed.__dict__["digest"] = "0123456789abcdef"  # the source was mended
+    assert evidence.find(changed, Config(), layout, CPU.arch) is None
+    found = evidence.find(good, Config(), layout, CPU.arch)
+    assert found is not None and found.passed
+
+
+def test_pinned_kernel_that_is_wrong_is_refused_with_its_error(make: Make) -> None:
+    make("wrong")
+    with pytest.raises(tw.NoKernel, match="wrong result, y: largest error"):
+        tw.l2_norm(torch.randn(3, 41), backend="vendor")
+
+
+def test_error_while_checking_lasts_as_long_as_the_process(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    bad = make("raising", -20)
+    make("quick", -10)
+    x = torch.randn(3, 42)
+    torch.testing.assert_close(tw.l2_norm(x), OP.reference(x))
+    tw.l2_norm(torch.randn(5, 42)), tw.l2_norm(torch.randn(5, 43))
+    assert calls.count("raising") == 1
+    assert "ValueError: this kernel never compiles" in str(tw.explain(tw.l2_norm, x))
+    assert any(r.exc_info for r in caplog.records), "the trace is logged, not swallowed"
+    assert not disk().load_json("evidence", evidence._group(bad, CPU.arch)), "nothing persists"
+    evidence.forget()
+    assert chosen(x) == "raising", "the next process tries again"
+
+
+def test_out_of_memory_in_a_check_is_no_verdict(make: Make) -> None:
+    bad = make("hungry", -20)
+    make("quick", -10)
+    x = torch.randn(3, 44)
+    torch.testing.assert_close(tw.l2_norm(x), OP.reference(x))
+    assert "not verified: out of memory" in str(tw.explain(tw.l2_norm, x))
+    assert not disk().load_json("evidence", evidence._group(bad, CPU.arch))
+
+
+@pytest.mark.parametrize(("function", "error"), [("interrupted", KeyboardInterrupt), ("sticky", DeviceLost)])
+def test_what_must_propagate_does_and_leaves_all_usable(make: Make, function: str, error: type) -> None:
+    kernel = make(function, -20)
+    make("quick", -10)
+    x = torch.randn(3, 45)
+    with pytest.raises(error):
+        tw.l2_norm(x)
+    assert evidence.broken(kernel, Config(), CPU.arch) is None
+    with pytest.raises(error):
+        tw.l2_norm(x)
+    registry.remove_kernel(kernel)
+    torch.testing.assert_close(tw.l2_norm(x), OP.reference(x))
+    registry.add_kernels([kernel])
+
+
+# What is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_new_evidence_kernels_and_times_invalidate_plans(make: Make) -> None:
+    x = torch.randn(3, 50)
+    with tw.use(check="never"):
+        slow = make("slow", -20)
+        tw.l2_norm(x)
+        quick = make("quick", -30)
+        tw.l2_norm(x)
+        record(quick, x, 20.0), record(slow, x, 10.0)
+        tw.l2_norm(x)
+        evidence.mark_broken(slow, Config(), CPU.arch, "made up")
+        tw.l2_norm(x)
+    assert calls == ["slow", "quick", "slow", "quick"]
+
+
+def test_a_quarantine_during_a_miss_is_not_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread finds the kernel broken after it was chosen here: the plan made meanwhile must not outlive that."""
+    bad = make("slow", -20)
+    make("quick", -10)
+    bind = dispatch.bind
+
+    def late(kernel: Kernel, config: Config, call: Any) -> Any:
+        made = bind(kernel, config, call)
+        monkeypatch.setattr(dispatch, "bind", bind)
+        evidence.mark_broken(bad, Config(), CPU.arch, "found by another thread")
+        return made
+
+    x = torch.randn(3, 51)
+    with tw.use(check="never"):
+        monkeypatch.setattr(dispatch, "bind", late)
+        tw.l2_norm(x)
+        tw.l2_norm(x)
+    assert calls == ["slow", "quick"]
+
+
+def test_plan_tables_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("quick")
+    plans = type(OP).__call__.__globals__["plans"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(dispatch, "TABLE_LIMIT", 16)
+    with tw.use(check="never"):
+        for n in range(40):
+            tw.l2_norm(torch.randn(n + 1, 8))
+            torch.ops.tilewright.l2_norm(torch.randn(n + 1, 8), eps=1e-6)
+            tw.l2_norm(torch.randn(2, n + 1))
+    for table in (plans, dispatch._selected, dispatch._node_plans):
+        assert 0 < len(table) <= 16
+    assert len(calls) == 120
+
+
+def test_entering_a_block_again_finds_its_plans_again(make: Make) -> None:
+    make("quick")
+    plans = type(OP).__call__.__globals__["plans"]  # type: ignore[attr-defined]
+    x = torch.randn(3, 52)
+    sizes = set()
+    for _ in range(5):
+        with tw.use(check="never", ops=["l2_norm"]), tw.use(strict=True):
+            tw.l2_norm(x)
+        sizes.add(len(plans))
+    assert len(sizes) == 1
+
+
+# What is said ------------------------------------------------------------------------------------------------------
+
+
+def test_explain_holds_every_kernel_and_every_reason(make: Make) -> None:
+    make("quick")
+    make("slow", capability=Capability(limits=(never_fits,)))
+    found = tw.explain(tw.l2_norm, torch.randn(3, 60))
+    text = str(found)
+    for kernel in registry.kernels_of("l2_norm"):
+        assert kernel.backend in text and kernel.label in text
+    for candidate in found.candidates:
+        assert candidate.fits or all(str(reason) in text for reason in candidate.reasons)
+    assert "x: is not to this kernel's taste; another x would do" in text
+    assert "l2_norm" in text and "fp32[3, 60]" in text and "chosen:" in text and " >" in text
+    assert not calls, "explain runs nothing"
+
+
+PLUGIN = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import torch, tilewright as tw
+    from tilewright.core import registry
+    x = torch.randn(3, 61)
+    print(tw.explain(tw.l2_norm, x))
+    print([f.name + ': ' + f.error for f in registry.load_failures])
+    try:
+        tw.l2_norm(x, backend="cuda")
+    except tw.NoKernel as error:
+        print(error)
+    with tw.use(check="never"):
+        print(tw.l2_norm(x).shape)
+"""
+
+
+def test_plug_ins_load_and_a_failing_one_is_kept_and_shown(tmp_path: Path) -> None:
+    """Three packages of strangers: one good, one that raises, one that names a backend that does not exist."""
+    site = tmp_path / "site"
+    for name, body in {
+        "good": "from tilewright.core.kernel import Kernel\n"
+        "KERNELS = [Kernel('l2_norm', 'vendor', 'test_selection:quick', label='stranger', preference=-5)]\n",
+        "bad": "raise OSError('libfancy.so is not here')\n",
+        "odd": "from tilewright.core.kernel import Kernel\n"
+        "KERNELS = [Kernel('l2_norm', 'vendor', 'test_selection:quick', label='half'),"
+        " Kernel('l2_norm', 'abacus', 'x:y')]\n",
+    }.items():
+        (site / f"plug_{name}.dist-info").mkdir(parents=True)
+        (site / f"plug_{name}.py").write_text(body)
+        (site / f"plug_{name}.dist-info" / "METADATA").write_text(f"Name: plug-{name}\nVersion: 1\n")
+        entry = f"[tilewright.kernels]\n{name} = plug_{name}:KERNELS\n"
+        (site / f"plug_{name}.dist-info" / "entry_points.txt").write_text(entry)
+    code = f"import sys; sys.path.insert(0, {str(site)!r})\n" + textwrap.dedent(PLUGIN).format(
+        tests=str(Path(__file__).parent)
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table, rest = done.stdout.split("[", 1)[0], done.stdout
+    assert "stranger" in rest and "half" not in rest, "a plug-in is added whole or not at all"
+    assert rest.count("OSError: libfancy.so is not here") == 3, "note of the table, the list, the error"
+    assert "unknown backend 'abacus'" in rest and "torch.Size([3, 61])" in rest
+    assert table
+    assert importlib.metadata.version("torch")
+
+
+def test_evidence_on_disk_is_plain_json(make: Make) -> None:
+    kernel = make("quick")
+    tw.l2_norm(torch.randn(3, 62))
+    stored = disk().load("evidence", evidence._group(kernel, CPU.arch))
+    assert stored is not None
+    (entry,) = json.loads(stored).values()
+    assert entry["passed"] is True and entry["cases"] >= 3 and entry["where"] == CPU.arch
