@@ -38,11 +38,12 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class CompileError(TilewrightError, RuntimeError):
-    """The compiler rejected a source; the message ends with its log."""
+    """The compiler rejected a source; the message begins with its first error and ends with its log."""
 
     def __init__(self, what: str, log: str) -> None:
         self.log = log
-        super().__init__(f"{what}\n{log.strip()}")
+        first = next((line.strip() for line in log.splitlines() if "error" in line), "")
+        super().__init__(f"{first}\n{what}\n{log.strip()}" if first else what)
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class Nvrtc:
     def compile(self, source: str, name: str, flags: Sequence[str]) -> bytes:
         program = c_void_p()
         text = c_char_p(source.encode())
+        flags = [*flags, "-default-device"]  # before 13.5 a generic lambda counts as a host function without it
         self._check(self.library.nvrtcCreateProgram(byref(program), text, c_char_p(name.encode()), 0, None, None), name)
         try:
             array = (c_char_p * len(flags))(*(flag.encode() for flag in flags))

@@ -1,6 +1,6 @@
 """The inductor backend: torch.compile of the op's definition. Every op has it free.
 
-One compiled function for each op, option set and saving; dtypes and sizes are its own dynamic business. Hitting the
+One compiled function for each op, option set, saving and form of the tensors; sizes are dynamic. Hitting the
 recompile limit is an error that selection shows as a reason, never silent eager.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from tilewright.core import registry
 from tilewright.core.backend import Backend
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.errors import NotWarm
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
@@ -41,7 +41,8 @@ class InductorBackend(Backend):
 
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
         names = tuple(n for n, facts in call.tensors.items() if facts is not None and n not in call.outputs)
-        compiled = _compiled(call.op, tuple(call.options.items()), names, call.saving)
+        form = tuple(_form(facts) for n in names if (facts := call.tensors[n]) is not None)
+        compiled = _compiled(call.op, tuple(call.options.items()), names, form, call.saving)
         op = registry.op(call.op)
         places = [op.tensors.index(n) for n in names]
         warm = False
@@ -58,11 +59,17 @@ class InductorBackend(Backend):
         return run
 
 
+def _form(facts: TensorFacts) -> tuple[Any, ...]:
+    """What torch would recompile for: dtype, dimensions, sizes of one, the kind of each stride."""
+    kinds = None if facts.contiguous else tuple(min(s, 2) for s in facts.stride)
+    return facts.dtype, tuple(n == 1 for n in facts.shape), kinds
+
+
 @functools.cache
 def _compiled(
-    name: str, options: tuple[tuple[str, Any], ...], present: tuple[str, ...], saving: bool
+    name: str, options: tuple[tuple[str, Any], ...], present: tuple[str, ...], form: tuple[Any, ...], saving: bool
 ) -> Callable[..., list[Any]]:
-    """The definition with these options and these tensors, compiled for any size."""
+    """The definition with these options and tensors of this form, compiled for any size."""
     op, chosen = registry.op(name), dict(options)
 
     def definition(*tensors: torch.Tensor) -> list[Any]:
@@ -72,4 +79,6 @@ def _compiled(
         # a result that a definition passes through (dx = dh) must not alias its input
         return [None if r is None else r.clone() if any(r is t for t in tensors) else r.contiguous() for r in results]
 
+    # torch counts recompilations by code object, which all of these would share
+    definition.__code__ = definition.__code__.replace()
     return torch.compile(definition, dynamic=True, fullgraph=True)

@@ -99,7 +99,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `op`: every tensor by name (inputs, then outputs, then saved statistics; None where absent) and options.
+    """A call of `op`: its tensors by name (inputs, outputs, saved statistics; None where absent) and its options.
 
     `call["x"]` or `call.x` reads a tensor; options read the same way: `call.eps`.
     """

@@ -1,14 +1,13 @@
-"""How a call of an op finds its plan, and what happens when it has none yet.
+"""What happens when a call has no plan yet, and how calls that are not plain eager are served.
 
-Exact tensors in plain eager mode take a plan directly: `install` generates the op's `__call__`, which binds arguments,
-builds the exact key and looks it up. Everything else (torch.compile, modes, subclasses, fakes) goes through the op's
-`torch.library` node, whose implementation on real tensors comes back here.
+The op's generated `__call__` (`entry.py`) finds plans; `resolve` makes them: facts, selection, binding, gradient.
+torch.compile, modes, subclasses and fakes go through the op's `torch.library` node (`node.py`), whose implementation on
+real tensors comes back here.
 """
 
 from __future__ import annotations
 
 import inspect
-import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +18,12 @@ from tilewright.core.arguments import facts_of, normalise
 from tilewright.core.call import Call
 from tilewright.core.classes import call_class
 from tilewright.core.errors import InvalidArgument, Unsupported
-from tilewright.core.op import Gradient, Op
+from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
 from tilewright.core.selection import Metric, Selection, guarded
 
 Tensor = torch.Tensor
-EXACT = frozenset({torch.Tensor, torch.nn.Parameter})
 TABLE_LIMIT = 4096
 
 Comparer = Callable[[Call, Sequence[Any], Sequence[Any]], None]
@@ -37,100 +35,11 @@ def install_comparer(comparer: Comparer) -> None:
     _comparer[:] = [comparer]
 
 
-# The generated __call__. Every expression in the key is something that may change which kernel is right or fast.
-_ENTRY = """\
-def __call__(self, {signature}, backend=None, _frozen=None):
-    if is_compiling():
-        return through_node(self, ({tensors},), ({options}), backend)
-    if {exact} and not (
-        dispatch_modes() or function_modes() or transforms() or tracing() or forward_ad._current_level >= 0
-    ):
-        grad = grad_enabled()
-        try:
-            key = (
-                {tensor_keys}, {option_keys} backend, grad, _frozen or (current_policy(), deterministic()), epoch[0],
-            )
-            plan = plans.get(key)
-        except (TypeError, RuntimeError):
-            return without_key(self, ({tensors},), ({options}), backend)
-        if plan is None:
-            plan = resolve(self, plans, key, ({tensors},), ({options}), backend, grad, _frozen)
-        return plan({tensors})
-    return through_node(self, ({tensors},), ({options}), backend)
-"""
-# Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
-# tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
-_TENSOR_KEY = (
-    "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
-    "p & 15 if (p := {n}.data_ptr()) else 16, {n}.get_device(), "
-    "grad and {n}.requires_grad"
-)
-
-
-def install(op: Op[Any]) -> None:
-    """Give `op` its `__call__`, on a class of its own, and its torch.library node."""
-    required = [n for n in op.tensors if n not in op.optional]
-    text = _ENTRY.format(
-        signature=_signature(op),
-        tensors=", ".join(op.tensors),
-        options="".join(f"{n}, " for n in op.options),
-        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
-        exact=" and ".join(
-            [f"type({n}) in EXACT" for n in required]
-            + [f"({n} is None or type({n}) in EXACT)" for n in op.tensors if n in op.optional]
-        ),
-        tensor_keys=", ".join(
-            _TENSOR_KEY.format(n=n) if n in required else f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})"
-            for n in op.tensors
-        ),
-    )
-    scope: dict[str, Any] = {
-        "EXACT": EXACT,
-        "is_compiling": torch.compiler.is_dynamo_compiling,
-        "dispatch_modes": torch._C._len_torch_dispatch_stack,
-        "function_modes": torch._C._len_torch_function_stack,
-        "transforms": torch._C._are_functorch_transforms_active,
-        "tracing": torch._C._get_tracing_state,
-        "forward_ad": torch.autograd.forward_ad,
-        "without_key": _without_key,
-        "grad_enabled": torch.is_grad_enabled,
-        "deterministic": torch._C._get_deterministic_algorithms,
-        "current_policy": policy.current,
-        "epoch": evidence.epoch,
-        "plans": {},
-        "resolve": _resolve,
-        "through_node": through_node,
-        **{f"default_{name}": value for name, value in op.options.items()},
-    }
-    file = f"<tilewright op {op.name}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), scope)
-    shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
-    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": (), **shown})
-    node.define(op, run_node)
-
-
-def _signature(op: Op[Any]) -> str:
-    """The reference's own signature as text. Defaults of options are bound by name."""
-    parts = []
-    starred = False
-    for parameter in inspect.signature(op.reference).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
-            parts.append("*")
-            starred = True
-        if parameter.name in op.options:
-            optional = "" if parameter.default is parameter.empty else f"=default_{parameter.name}"
-        else:
-            optional = "" if parameter.default is parameter.empty else "=None"
-        parts.append(parameter.name + optional)
-    return ", ".join(parts if starred else [*parts, "*"])
-
-
 Frozen = tuple[Policy, bool]
 """Policy and determinism as forward found them; backward keeps to them."""
 
 
-def _resolve(
+def resolve(
     op: Op[Any],
     plans: dict[Any, Any],
     key: Any,
@@ -153,11 +62,11 @@ def _resolve(
     if len(plans) >= TABLE_LIMIT:
         plans.clear()
     # Under the epoch of what the selection has seen: a first-use check bumps it, and so may another thread since then.
-    plans[(*key[:-1], chosen.epoch)] = made
+    plans[(*key[:-1], (*key[-1][:-1], chosen.epoch))] = made
     return made
 
 
-def _without_key(op: Op[Any], tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+def without_key(op: Op[Any], tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
     """A call that has no exact key: an option that cannot be hashed, a tensor without strides or memory."""
     chosen = normalise(op, options, backend)
     facts_of(op, tensors, chosen, False, False)
@@ -223,7 +132,7 @@ def _select(call: Call, now: Policy, backend: str | None, metric: Metric, captur
 
 def _without(op: Op[Any], run: Run) -> Callable[..., Any]:
     if op.single:
-        return lambda *tensors: run(*tensors)[0]
+        return getattr(run, "single", None) or (lambda *tensors: run(*tensors)[0])
     return lambda *tensors: tuple(run(*tensors))
 
 
@@ -394,6 +303,3 @@ def explain(op: Op[Any], *args: Any, backend: str | None = None, **options: Any)
     )
     call = facts_of(op, tensors, chosen, saving, torch.are_deterministic_algorithms_enabled())
     return selection.weigh(call, policy.current(), backend=backend)
-
-
-__all__ = ["Backward", "Frozen", "Gradient", "call_node", "explain", "facts_of", "install", "plan", "run_node"]

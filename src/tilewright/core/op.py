@@ -128,7 +128,7 @@ class Op(Generic[R]):
         self.__name__ = self.name
         self.__signature__ = _public_signature(self.reference)
 
-    # Replaced on a subclass of its own by dispatch.install(); here so that types and docs see it.
+    # Replaced on a subclass of its own by entry.install(); here so that types and docs see it.
     def __call__(self, *args: Any, backend: str | None = None, **options: Any) -> R:
         raise RuntimeError(f"{self.name} was declared but not registered")
 
@@ -212,10 +212,10 @@ def op(*, family: str, **declared: Any) -> Callable[[Callable[..., R]], Op[R]]:
     """Declare an op from its reference. See `Op` for what else is declared; registers it with the library."""
 
     def declare(reference: Callable[..., R]) -> Op[R]:
-        from tilewright.core import dispatch, registry
+        from tilewright.core import entry, registry
 
         declaration: Op[R] = Op(reference.__name__, family, reference, **declared)
-        dispatch.install(declaration)
+        entry.install(declaration)
         registry.add_op(declaration)
         return declaration
 

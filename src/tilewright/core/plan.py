@@ -57,6 +57,13 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
         launch((*tensors, made, *padding))
         return [made]
 
+    def single(*tensors: Tensor | None) -> Tensor | None:
+        made = first(tensors)
+        launch((*tensors, made, *padding))
+        return made
+
+    run_one.single = single  # type: ignore[attr-defined]  # for ops of one output: the call without a list around it
+
     def run_two(*tensors: Tensor | None) -> list[Any]:
         made = [first(tensors), second(tensors)]
         launch((*tensors, *made, *padding))

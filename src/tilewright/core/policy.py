@@ -84,6 +84,8 @@ def _rule(
 
 _environment: Policy | None = None
 _current: ContextVar[Policy | None] = ContextVar("tilewright_policy", default=None)
+here = _current.get
+"""The policy that `use` has set in this context; None: the environment's. For keys: cheaper than `current`."""
 
 
 def current() -> Policy:

@@ -164,21 +164,26 @@ def judge(outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bo
         outcome.problems.append(
             f"{name}: {mine.misplaced} elements are NaN or Inf where the reference is not, or the reverse"
         )
-    limit = largest_allowed(base) + truncation(found.dtype, emulated)
+    limit = largest_allowed(base) + emulation(found.dtype, base, emulated)
     if mine.largest > limit:
         outcome.problems.append(f"{name}: largest error {mine.largest:.3g} ulp, allowed {limit:.3g}")
 
 
-def truncation(dtype: torch.dtype, emulated: bool) -> float:
-    """Triton's interpreter truncates where hardware rounds to nearest: one bf16 ulp more."""
-    return 1.0 if emulated and dtype == torch.bfloat16 else 0.0
+def emulation(dtype: torch.dtype, base: Errors, emulated: bool) -> float:
+    """Ulps that Triton's interpreter adds. It truncates to bf16 where hardware rounds to nearest, and sums some rows one
+    element after the other. A statistic of what was rounded to bf16 first (the baseline shows it) is off by a bf16 ulp."""
+    if not emulated or dtype == torch.float16:
+        return 0.0
+    if dtype == torch.bfloat16:
+        return 1.0
+    return 2.0**16 if base.largest > 16 else 8.0
 
 
 def judge_pool(pool: Mapping[str, tuple[Errors, Errors, torch.dtype]], emulated: bool) -> list[str]:
     """The RMS rule over errors added up by output."""
     problems = []
     for name, (mine, base, dtype) in pool.items():
-        limit = rms_allowed(base, dtype) + truncation(dtype, emulated)
+        limit = rms_allowed(base, dtype) + emulation(dtype, base, emulated)
         if mine.rms > limit:
             problems.append(f"{name}: RMS error {mine.rms:.3g} ulp over {mine.count} elements, allowed {limit:.3g}")
     return problems

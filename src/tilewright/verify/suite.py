@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.core import evidence, registry
+from tilewright.core.call import Call
 from tilewright.core.classes import layout_class
 from tilewright.core.device import device_of
 from tilewright.core.errors import InvalidArgument
@@ -17,8 +18,9 @@ from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.op import Op
-from tilewright.verify.cases import DTYPES, build, cases
+from tilewright.verify.cases import DTYPES, Case, build, cases
 from tilewright.verify.check import Outcome, Truth, add_to_pool, call_of, check, judge_pool, truth_of
+from tilewright.verify.numerics import largest_allowed
 from tilewright.verify.script import write_script
 
 Progress = Callable[[str, int, int], None]
@@ -128,51 +130,36 @@ def verify_kernel(
     nearest = 0.0
     for case in cases(op, dtype, size=size):
         result.cases += 1
-        if missing is not None:
-            result.not_run.append({"case": str(case), "reason": str(missing)})
-            continue
         try:
-            inputs = build(case, op, where)
-            options = {**op.options, **case.options}
-            saving = op.gradient is not None
-            call = call_of(op, inputs, options, saving)
+            ready = None if missing else _prepare(op, kernel, case, where, emulated)
         except (torch.OutOfMemoryError, MemoryError) as error:
             result.not_run.append({"case": str(case), "reason": f"out of memory: {str(error).splitlines()[0]}"})
             continue
-        if any(f is not None and f.numel == 0 for f in call.tensors.values()):
-            result.not_run.append({"case": str(case), "reason": "nothing to compute: the reference serves empty calls"})
+        if missing or isinstance(ready, str) or ready is None:
+            result.not_run.append({"case": str(case), "reason": str(missing or ready)})
             continue
-        reasons = kernel.capability.reasons(call, emulated=emulated)
-        if reasons and saving:  # a kernel without a gradient is still checked without one
-            saving = False
-            call = call_of(op, inputs, options, saving)
-            reasons = kernel.capability.reasons(call, emulated=emulated)
-        if reasons:
-            result.not_run.append({"case": str(case), "reason": "; ".join(map(str, reasons))})
-            continue
-        configs = kernel.configs_for(call)
+        call, inputs, truth = ready
         failed = []
-        truth = truth_of(op, inputs, options, saving)
-        for config in configs if all_configs else configs[:1]:
-            outcome = _guarded_check(kernel, config, op, inputs, options, truth, saving, emulated)
-            if saving and not outcome.problems:
-                outcome.problems += _without_saving(kernel, config, op, inputs, options, truth, emulated)
+        layout = layout_class(call, dict(op.options))
+        for config in kernel.configs_for(call)[: None if all_configs else 1]:
+            outcome = _checked(kernel, config, op, inputs, call, truth, emulated)
+            if outcome is None:
+                result.not_run.append({"case": f"{case} {config}", "reason": "out of memory"})
+                continue
             add_to_pool(pools.setdefault(config, {}), outcome)
-            layout = layout_class(call, dict(op.options))
             verdicts.setdefault((config, layout), []).append(outcome)
             if outcome.problems:
                 failed.append((config, outcome))
             for mine, base, _ in outcome.errors.values():
-                limit = 2 * base.largest + 2
+                limit = largest_allowed(base)
                 if mine.largest / limit >= nearest:
                     nearest, result.max_error, result.tolerance = mine.largest / limit, mine.largest, limit
         if failed:
             result.failed += 1
             config, outcome = failed[0]
-            result.failures.append(
-                {"case": str(case), "config": str(config), "problem": "; ".join(outcome.problems),
-                 "script": write_script(kernel, config, case, outcome.problems, where)}
-            )  # fmt: skip
+            problem = "; ".join(outcome.problems)
+            script = write_script(kernel, config, case, outcome.problems, where)
+            result.failures.append({"case": str(case), "config": str(config), "problem": problem, "script": script})
             if stop_at_failure:
                 return result
         else:
@@ -186,19 +173,39 @@ def verify_kernel(
     return result
 
 
-def _without_saving(
-    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, options: Any, truth: Truth, emulated: bool
-) -> list[str]:
-    outcome = _guarded_check(kernel, config, op, inputs, options, truth, False, emulated)
-    return [f"without gradient: {problem}" for problem in outcome.problems]
+def _prepare(
+    op: Op[Any], kernel: Kernel, case: Case, where: torch.device, emulated: bool
+) -> tuple[Call, dict[str, torch.Tensor | None], Truth] | str:
+    """The case's call, inputs and truth; or why this kernel does not run it."""
+    inputs = build(case, op, where)
+    options = {**op.options, **case.options}
+    call = call_of(op, inputs, options, saving=op.gradient is not None)
+    if any(f is not None and f.numel == 0 for f in call.tensors.values()):
+        return "nothing to compute: the reference serves empty calls"
+    reasons = kernel.capability.reasons(call, emulated=emulated)
+    if reasons and call.saving:  # a kernel without a gradient is still checked without one
+        call = call_of(op, inputs, options, saving=False)
+        reasons = kernel.capability.reasons(call, emulated=emulated)
+    if reasons:
+        return "; ".join(map(str, reasons))
+    return call, inputs, truth_of(op, inputs, options, call.saving)
 
 
-def _guarded_check(
-    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, options: Any, truth: Truth, saving: bool, emulated: bool
-) -> Outcome:
-    """A kernel that raises is a red case with its message; a device that is lost ends the run."""
+def _checked(
+    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, call: Call, truth: Truth, emulated: bool
+) -> Outcome | None:
+    """The outcome, with and without saving where there is a gradient; None where memory ran out.
+
+    A kernel that raises is a red case with its message; a device that is lost ends the run.
+    """
     try:
-        return check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
+        outcome = check(kernel, config, op, inputs, call.options, truth, saving=call.saving, emulated=emulated)
+        if call.saving and not outcome.problems:
+            plain = check(kernel, config, op, inputs, call.options, truth, saving=False, emulated=emulated)
+            outcome.problems += [f"without gradient: {problem}" for problem in plain.problems]
+        return outcome
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
     except InvalidArgument:
         raise
     except Exception as error:

@@ -1,0 +1,171 @@
+"""The `__call__` that an op is given: it binds arguments and finds the plan of an exact signature.
+
+It is generated, as dataclasses generate `__init__`, because every microsecond here is paid on every call. Three levels:
+guards of the signatures seen last, in torch's own C++ (one call compares types, dispatch keys, sizes, strides and what
+needs a gradient); then the exact key in a table; then `dispatch.resolve`. Whatever is not plain eager goes to the node.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.core import dispatch, evidence, node, policy
+from tilewright.core.op import Op
+
+EXACT = frozenset({torch.Tensor, torch.nn.Parameter})
+RECENT = 4
+"""Signatures that are looked for by guards, for each set of options."""
+
+# Every expression in the keys is something that may change which kernel is right or fast. Guards leave out only
+# torch-function modes, forward-mode levels and addresses.
+_ENTRY = """\
+def __call__(self, {signature}, backend=None, _frozen=None):
+    if is_compiling():
+        return through_node(self, ({tensors},), ({options}), backend)
+    grad = grad_enabled()
+    plain = not function_modes() and forward_ad._current_level < 0
+    level = ({absent} {option_keys} backend, grad, _frozen, policy_here(), deterministic(), epoch[0])
+    try:
+        found = recent.get(level) if plain else None
+    except TypeError:
+        return without_key(self, ({tensors},), ({options}), backend)
+    if found:
+        given = {given}
+        for check, plan in found:
+            if check(*given) and not ({addresses}) & 15:
+                return plan({tensors})
+    if plain and {exact} and not (dispatch_modes() or transforms() or tracing()):
+        try:
+            key = ({tensor_keys}, level)
+            plan = plans.get(key)
+        except (TypeError, RuntimeError):
+            return without_key(self, ({tensors},), ({options}), backend)
+        fresh = plan is None
+        if fresh:
+            plan = resolve(self, plans, key, ({tensors},), ({options}), backend, grad, _frozen)
+        remember(recent, level, ({tensors},), plan, fresh)
+        return plan({tensors})
+    return through_node(self, ({tensors},), ({options}), backend)
+"""
+# Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
+# tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
+_TENSOR_KEY = (
+    "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
+    "p & 15 if (p := {n}.data_ptr()) else 16, {n}.get_device(), "
+    "grad and {n}.requires_grad"
+)
+
+
+def install(op: Op[Any]) -> None:
+    """Give `op` its `__call__`, on a class of its own, and its torch.library node."""
+    required = [n for n in op.tensors if n not in op.optional]
+    optional = [n for n in op.tensors if n in op.optional]
+    given = f"({', '.join(op.tensors)},)"
+    if optional:
+        whole = " and ".join(f"{n} is not None" for n in optional)
+        given = f"{given} if {whole} else [t for t in {given} if t is not None]"
+    text = _ENTRY.format(
+        signature=_signature(op),
+        tensors=", ".join(op.tensors),
+        options="".join(f"{n}, " for n in op.options),
+        absent="".join(f"{n} is None, " for n in optional),
+        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
+        given=given,
+        addresses=" | ".join(
+            f"{n}.data_ptr()" if n in required else f"(0 if {n} is None else {n}.data_ptr())" for n in op.tensors
+        ),
+        exact=" and ".join(
+            [f"type({n}) in EXACT" for n in required] + [f"({n} is None or type({n}) in EXACT)" for n in optional]
+        ),
+        tensor_keys=", ".join(
+            _TENSOR_KEY.format(n=n) if n in required else f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})"
+            for n in op.tensors
+        ),
+    )
+    scope: dict[str, Any] = {
+        "EXACT": EXACT,
+        "is_compiling": torch.compiler.is_dynamo_compiling,
+        "dispatch_modes": torch._C._len_torch_dispatch_stack,
+        "function_modes": torch._C._len_torch_function_stack,
+        "transforms": torch._C._are_functorch_transforms_active,
+        "tracing": torch._C._get_tracing_state,
+        "forward_ad": torch.autograd.forward_ad,
+        "grad_enabled": torch.is_grad_enabled,
+        "deterministic": torch._C._get_deterministic_algorithms,
+        "policy_here": policy.here,
+        "epoch": evidence.epoch,
+        "plans": {},
+        "recent": {},
+        "remember": _remember,
+        "resolve": dispatch.resolve,
+        "without_key": dispatch.without_key,
+        "through_node": dispatch.through_node,
+        **{f"default_{name}": value for name, value in op.options.items()},
+    }
+    file = f"<tilewright op {op.name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), scope)
+    shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
+    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": (), **shown})
+    node.define(op, dispatch.run_node)
+
+
+def _signature(op: Op[Any]) -> str:
+    """The reference's own signature as text. Defaults of options are bound by name."""
+    parts = []
+    starred = False
+    for parameter in inspect.signature(op.reference).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        if parameter.name in op.options:
+            optional = "" if parameter.default is parameter.empty else f"=default_{parameter.name}"
+        else:
+            optional = "" if parameter.default is parameter.empty else "=None"
+        parts.append(parameter.name + optional)
+    return ", ".join(parts if starred else [*parts, "*"])
+
+
+Plan = Callable[..., Any]
+Recent = dict[Any, list[tuple[Callable[..., bool], Plan]]]
+
+
+def _remember(recent: Recent, level: Any, tensors: Sequence[Any], plan: Plan, fresh: bool) -> None:
+    """Guard this signature, so that its next call needs no key. A new one drives out the oldest.
+
+    Guards do not say that two arguments are one tensor, and do not see addresses: such calls keep to the table.
+    """
+    known = recent.get(level, [])
+    given = [t for t in tensors if t is not None]
+    if _guards is None or (len(known) >= RECENT and not fresh) or len({id(t) for t in given}) < len(given):
+        return
+    if any(t.data_ptr() % 16 or not t.data_ptr() for t in given):
+        return
+    if len(recent) >= dispatch.TABLE_LIMIT:
+        recent.clear()
+    guard = _guards(
+        *given,
+        dynamic_dims_sizes=[list(t.shape) for t in given],
+        dynamic_dims_strides=[list(t.stride()) for t in given],
+    )
+    recent[level] = [(guard.check, plan), *known[: RECENT - 1]]
+
+
+def _find_guards() -> Any:
+    """torch's TensorGuards, where this torch has them and they do what is relied on here; else None."""
+    make: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    try:
+        probe, other = torch.empty(2, 3), torch.empty(3, 2)
+        guard = make(probe, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]])
+        good = guard.check(torch.empty(2, 3)) and not guard.check(other) and not guard.check(other.t())
+        return make if good and not guard.check(None) else None
+    except (TypeError, RuntimeError):
+        return None
+
+
+_guards = _find_guards()
