@@ -34,7 +34,7 @@ from tilewright.bench.engine import bench  # noqa: E402
 from tilewright.bench.peers import peers_of  # noqa: E402
 from tilewright.bench.problems import problems  # noqa: E402
 from tilewright.bench.results import machine, software  # noqa: E402
-from tilewright.core import dispatch, policy, registry  # noqa: E402
+from tilewright.core import arguments, policy, registry  # noqa: E402
 from tilewright.core.device import default_device, device_of  # noqa: E402
 from tilewright.core.errors import TilewrightError  # noqa: E402
 from tilewright.core.plan import bind  # noqa: E402
@@ -235,8 +235,8 @@ def _call_row(
     row["call_us"] = measure.sample(mine, 30).median
     summary: dict[str, Any] = {"call_us": round(row["call_us"], 2)}
     # the same launcher and the same allocations, without dispatch
-    options = dispatch.normalise(op, list(op.options.values()), None)
-    call = dispatch.facts_of(op, tensors, options, grad and op.gradient is not None, False)
+    options = arguments.normalise(op, list(op.options.values()), None)
+    call = arguments.facts_of(op, tensors, options, grad and op.gradient is not None, False)
     chosen = select(call, policy.current(), backend=None if backend == "auto" else backend).chosen
     assert chosen is not None and chosen.config is not None
     row["kernel"], row["config"] = str(chosen.kernel), str(chosen.config)

@@ -16,6 +16,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where kernels run by value")
+    parser.addoption("--record", default="", help="folder for the full matrix's registers and spills, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:

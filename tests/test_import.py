@@ -32,6 +32,8 @@ print(json.dumps({
 
 def _import_once(home: Path) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWRIGHT_", "TRITON_", "XDG_"))}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's import reads bytecode; it is kept out of the home that is watched
+    env["PYTHONPYCACHEPREFIX"] = str(home.with_name("bytecode"))
     env |= {"HOME": str(home), "TILEWRIGHT_CACHE_DIR": str(home / "cache"), "PYTHONWARNINGS": "error::ImportWarning"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=env, cwd=home, capture_output=True, text=True, timeout=120, check=False

@@ -23,6 +23,7 @@ from tilewright.core.errors import (
 from tilewright.core.evidence import install_isolated_prover as _install_isolated_prover
 from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
+from tilewright.models import patch, unpatch
 from tilewright.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -77,7 +78,9 @@ __all__ = [
     "l2_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "patch",
     "rms_norm",
     "rms_norm_backward",
+    "unpatch",
     "use",
 ]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tilewright.core import registry
+from tilewright.core.arguments import facts_of
 from tilewright.core.call import Call
 from tilewright.core.device import Device, device_of
-from tilewright.core.dispatch import facts_of
 from tilewright.core.errors import InvalidArgument, UnknownName
 from tilewright.core.op import Op, Workload
 from tilewright.verify.cases import make_inputs

@@ -24,6 +24,8 @@ copy, a single product, a mean that is small beside its terms)."""
 POOL = 1 << 16
 """RMS errors are compared over at least this many elements; with fewer, RMS_SMALL times the limit is allowed."""
 RMS_SMALL = 2.0
+RMS_LEAST = 256
+"""Below this an RMS says no more than the largest error does."""
 _MIN_EXPONENT = {torch.float32: -126, torch.float16: -14, torch.bfloat16: -126, torch.float64: -1022}
 
 

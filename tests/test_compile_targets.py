@@ -1,0 +1,159 @@
+"""Every Triton and TileLang kernel of the registry, compiled or lowered for GPUs that nobody here needs to have.
+
+All work is done by one child process without TRITON_INTERPRET (this file, run as a script): it reads a list of
+(backend, op, dtype, architecture, all configs) and prints what it found. By `make test`: first configs, bf16, sm_90 and
+gfx942; the rest is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilewright  # noqa: F401  declares the ops
+from tilewright.core import registry
+from tilewright.core.call import TensorFacts
+from tilewright.core.device import target_device
+from tilewright.core.kernel import Kernel
+
+OPS = [op.name for op in registry.ops()]
+COLUMNS = (1024, 4096)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Job = tuple[str, str, str, str, bool]
+
+
+def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
+    """The usual call of the op, what it saves included, for each width."""
+    op = registry.op(op_name)
+    calls = []
+    for columns in COLUMNS:
+        shapes = {"M C": (8192, columns), "C": (columns,), "M": (8192,)}
+        facts = {
+            n: None if n in op.probes.absent[0]
+            else TensorFacts.dense(n, shapes[op.probes.dims[n]], torch.float32 if op.probes.dims[n] == "M" else dtype)
+            for n in op.tensors
+        }  # fmt: skip
+        calls.append(op.call(facts, dict(op.options), target_device(arch), saving=op.gradient is not None))
+    return calls
+
+
+def _kernel(op_name: str, backend: str) -> Kernel:
+    return next(k for k in registry.kernels_of(op_name) if k.backend == backend)
+
+
+def work(jobs: list[Job]) -> list[dict[str, Any]]:
+    """In the child: compile (Triton) or lower (TileLang) every launch of every job."""
+    found = []
+    for backend_name, op_name, dtype, arch, every in jobs:
+        backend, kernel = registry.backend(backend_name), _kernel(op_name, backend_name)
+        calls = _calls(op_name, DTYPES[dtype], arch)
+        for call in calls if every or backend_name == "triton" else calls[:1]:  # lowering takes its time
+            reasons = kernel.capability.reasons(call)
+            if reasons:
+                found.append({"job": [backend_name, op_name, dtype, arch], "refused": list(map(str, reasons))})
+                continue
+            configs = kernel.configs_for(call)
+            for config in configs if every else configs[:1]:
+                made = kernel.load()(call, config)
+                for launch in made if isinstance(made, (list, tuple)) else [made]:
+                    width = call.tensors[registry.op(op_name).tensors[0]].columns
+                    entry: dict[str, Any] = {
+                        "job": [backend_name, op_name, dtype, arch], "columns": width, "config": str(config)}  # fmt: skip
+                    if backend_name == "tilelang" and not every:
+                        from tilewright.backends.tilelang import lower
+
+                        lowered = lower(launch, call.device)
+                        entry |= {"symbol": lowered.symbol, "bytes": len(lowered.source)}
+                    else:
+                        from tilewright.backends.triton import resources
+
+                        artifact = backend.compile(launch, call.device)
+                        entry |= {"symbol": artifact.symbol, "bytes": len(artifact.image)}
+                        if call.device.kind == "cuda":
+                            entry["registers"], entry["spills"], entry["static_shared"] = resources(artifact)
+                    found.append(entry)
+    return found
+
+
+def _run(jobs: list[Job], cache: Path) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache / "triton"), "TILEWRIGHT_CACHE_DIR": str(cache / "own")}
+    done = subprocess.run(
+        [sys.executable, __file__], input=json.dumps(jobs), capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _judge(found: list[dict[str, Any]], jobs: list[Job]) -> None:
+    spilled = [e for e in found if e.get("spills")]
+    assert not spilled, spilled
+    compiled = {tuple(e["job"]) for e in found if "bytes" in e}
+    assert compiled == {job[:4] for job in jobs}, "a kernel that no width of this architecture takes"
+    for entry in found:
+        assert "refused" in entry or entry["bytes"] > 500
+        assert 8 <= entry.get("registers", 8) <= 255
+
+
+def _need(backend: str) -> None:
+    missing = registry.backend(backend).missing()
+    if missing is not None:
+        pytest.skip(str(missing))
+
+
+def test_every_triton_kernel_compiles_for_nvidia_and_amd_without_spills(tmp_path: Path) -> None:
+    _need("triton")
+    jobs: list[Job] = [("triton", op, "bf16", arch, False) for op in OPS for arch in ("sm_90", "gfx942")]
+    _judge(_run(jobs, tmp_path), jobs)
+
+
+def test_every_tilelang_kernel_lowers_for_hopper(tmp_path: Path) -> None:
+    _need("tilelang")
+    jobs: list[Job] = [("tilelang", op, "bf16", "sm_90", False) for op in OPS]
+    _judge(_run(jobs, tmp_path), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_other_dtypes(backend: str, tmp_path: Path) -> None:
+    _need(backend)
+    archs = ("sm_90", "gfx942") if backend == "triton" else ("sm_90",)
+    jobs: list[Job] = [(backend, op, dtype, arch, False) for op in OPS for dtype in ("fp32", "fp16") for arch in archs]
+    _judge(_run(jobs, tmp_path), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_full_matrix(backend: str, arch: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every config of every kernel; registers and spills are written to the folder that --record names."""
+    _need(backend)
+    if backend == "tilelang" and arch == "gfx942":
+        pytest.skip("TileLang programs are compiled for NVIDIA GPUs")
+    jobs: list[Job] = [(backend, op, dtype, arch, True) for op in OPS for dtype in DTYPES]
+    found = _run(jobs, tmp_path)
+    record = pytestconfig.getoption("--record")
+    if record:
+        Path(record).mkdir(parents=True, exist_ok=True)
+        (Path(record) / f"{backend}-{arch}.json").write_text(json.dumps(found, indent=1) + "\n")
+    compiled = {tuple(e["job"]) for e in found if "bytes" in e}
+    assert compiled == {job[:4] for job in jobs}
+    # a later config may spill where an earlier one does not: it is measured, never the first guess
+    firsts: dict[tuple[Any, ...], str] = {}
+    for entry in found:
+        if "bytes" in entry:
+            first = firsts.setdefault((*entry["job"], entry["columns"]), entry["config"])
+            assert entry["config"] != first or not entry.get("spills"), entry
+
+
+if __name__ == "__main__":
+    print(json.dumps(work([tuple(job) for job in json.load(sys.stdin)])))
