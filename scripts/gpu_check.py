@@ -9,6 +9,8 @@ the number of seconds that each part may start new work in; `--budget bench=600`
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
 import functools
 import json
 import os
@@ -34,9 +36,11 @@ from tilewright.bench.engine import bench  # noqa: E402
 from tilewright.bench.peers import peers_of  # noqa: E402
 from tilewright.bench.problems import problems  # noqa: E402
 from tilewright.bench.results import machine, software  # noqa: E402
-from tilewright.core import arguments, policy, registry  # noqa: E402
+from tilewright.core import arguments, policy, registry, times  # noqa: E402
+from tilewright.core.classes import call_class  # noqa: E402
 from tilewright.core.device import default_device, device_of  # noqa: E402
 from tilewright.core.errors import TilewrightError  # noqa: E402
+from tilewright.core.launch import Config  # noqa: E402
 from tilewright.core.plan import bind  # noqa: E402
 from tilewright.core.selection import select  # noqa: E402
 from tilewright.verify import suite  # noqa: E402
@@ -107,29 +111,63 @@ def environment() -> dict[str, Any]:
 
 
 def conformance(part: Part, options: argparse.Namespace) -> bool:
-    """Every kernel over every case on this device. Returns whether all passed."""
+    """Every kernel over every case on this device, `--jobs` processes at a time. Returns whether all passed."""
     ops = options.ops or [op.name for op in registry.ops()]
-    work = [(b, op, dtype) for b in options.backends or BACKENDS for dtype in DTYPES for op in ops]
+    dtypes = [d for d in DTYPES if not options.dtypes or str(d).removeprefix("torch.") in options.dtypes]
+    work = [
+        (backend, op, dtype)
+        for backend in options.backends or BACKENDS
+        for dtype in dtypes
+        for op in ops
+        if any(k.backend == backend for k in registry.kernels_of(op))
+    ]
     found: dict[str, Any] = {**environment(), "results": [], "notes": part.notes}
     good = True
-    for backend, op, dtype in part.steps(work):
-        if not any(k.backend == backend for k in registry.kernels_of(op)):
-            continue
-        start = time.monotonic()
-        step = functools.partial(suite.verify, [op], [backend], options.device, dtypes=[dtype])
-        report = part.guarded(f"{op} {backend} {dtype}", functools.partial(step, all_configs=options.all_configs))
-        for result in report.results if report else ():
-            good &= not result.failed
-            found["results"].append(result.as_json() | {"seconds": round(time.monotonic() - start, 2)})
-            counts = f"{result.passed} passed, {result.failed} failed, {len(result.not_run)} not run"
-            say(f"{op} {backend} {result.dtype}: {counts}")
-            for failure in result.failures[:3]:
-                say(f"   {failure['config']}: {failure['case']}: {failure['problem']}")
-        good &= report is not None
-        part.write(found)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    run = functools.partial(_conformance_apart if options.jobs > 1 else _conformance_here, part, options)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for results in pool.map(run, part.steps(work) if options.jobs == 1 else work):
+            for result in results or ():
+                good &= not result["failed"]
+                found["results"].append(result)
+                counts = f"{result['passed']} passed, {result['failed']} failed, {len(result['not_run'])} not run"
+                say(f"{result['op']} {result['backend']} {result['dtype']}: {counts} in {result['seconds']} s")
+                for failure in result["failures"][:3]:
+                    say(f"   {failure['config']}: {failure['case']}: {failure['problem'][:300]}")
+            good &= results is not None
+            part.write(found)
     return good
+
+
+def _conformance_here(part: Part, options: argparse.Namespace, step: tuple[str, str, Any]) -> list[Any] | None:
+    backend, op, dtype = step
+    start = time.monotonic()
+    verify = functools.partial(suite.verify, [op], [backend], options.device, dtypes=[dtype], size=options.size or None)
+    report = part.guarded(f"{op} {backend} {dtype}", functools.partial(verify, all_configs=options.all_configs))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    seconds = round(time.monotonic() - start, 2)
+    return None if report is None else [result.as_json() | {"seconds": seconds} for result in report.results]
+
+
+def _conformance_apart(part: Part, options: argparse.Namespace, step: tuple[str, str, Any]) -> list[Any] | None:
+    """One step in a process of its own: compilation keeps every core busy, and a lost device loses one step."""
+    backend, op, dtype = step
+    left = part.end - time.monotonic()
+    if left <= 0:
+        part.note(f"out of time: {op} {backend} {dtype} is not done")
+        return None
+    with tempfile.TemporaryDirectory(prefix="tilewright-conformance-") as folder:
+        command = [sys.executable, __file__, "--out", folder, "--only", "conformance", "--ops", op]
+        command += ["--backends", backend, "--dtypes", str(dtype).removeprefix("torch."), "--size", options.size]
+        command += ["--all-configs"] * options.all_configs + (["--device", options.device] if options.device else [])
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+            results: list[Any] = json.loads((Path(folder) / "conformance.json").read_text())["results"]
+        except (subprocess.TimeoutExpired, OSError) as error:
+            tail = "" if isinstance(error, subprocess.TimeoutExpired) else done.stderr[-600:]
+            part.note(f"{op} {backend} {dtype}: {type(error).__name__} {tail}")
+            return None
+    return results or None
 
 
 # (b) -----------------------------------------------------------------------------------------------------------------
@@ -167,10 +205,29 @@ def benchmarks(part: Part, options: argparse.Namespace) -> bool:
         part.notes += report.notes
         for row in report.results:
             say(_line(row))
+        if options.record:
+            part.guarded("recording times", functools.partial(_keep_times, report.results, options.device))
         say(f"   {time.monotonic() - start:.1f} s")
         part.write(merged)
         part.write(peers, part.path.with_name("bench-peers.json"))
     return bool(merged)
+
+
+def _keep_times(rows: Sequence[Any], device: Any) -> None:
+    """Cold times of proven kernels, for selection: of the class as measured and of its saving form."""
+    where = torch.device(device) if device else default_device()
+    for row in rows:
+        if row.kernel_us is None or row.call_us is None or row.cache != "cold":
+            continue
+        dtype = {str(d).removeprefix("torch."): d for d in DTYPES}[row.dtype]
+        problem = problems([row.op], shapes=[tuple(row.shape)], dtypes=[dtype], passes=[row.pass_name], device=where)[0]
+        name = problem.op.name
+        kernel = next(k for k in registry.kernels_of(name) if (k.backend, k.label) == (row.backend, row.label))
+        config = Config(**{word.partition("=")[0]: int(word.partition("=")[2]) for word in row.config.split()})
+        call = problem.call(problem.inputs(0))
+        for saving in {False, problem.op.gradient is not None}:
+            cls = call_class(dataclasses.replace(call, saving=saving), dict(problem.op.options))
+            times.record(kernel, config, name, cls, call.device, row.call_us, row.kernel_us)
 
 
 def _line(row: Any) -> str:
@@ -357,11 +414,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for the JSON files")
     parser.add_argument("--only", type=_list, default=list(PARTS), help=f"parts, by commas: {','.join(PARTS)}")
     parser.add_argument("--budget", action="append", default=[], help="seconds a part, or part=seconds; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of the conformance part")
+    parser.add_argument("--dtypes", type=_list, default=[], help="float32, float16, bfloat16; all by default")
+    parser.add_argument("--size", default="", help="cases of the conformance part: tiny, small, full")
     parser.add_argument("--ops", type=_list, default=[], help="ops, by commas")
     parser.add_argument("--backends", type=_list, default=[], help="backends, by commas")
     parser.add_argument("--shapes", type=lambda t: [_shape(s) for s in _list(t)], default=[], help="8192x4096,10x1024")
     parser.add_argument("--peers", type=_list, default=None, help="rivals, by commas; all by default, none for ''")
     parser.add_argument("--all-configs", action="store_true", help="every config, in conformance and bench")
+    parser.add_argument("--record", action="store_true", help="keep the benchmarks' times for selection")
     parser.add_argument("--device", default="", help="cpu, cuda or cuda:1")
     options = parser.parse_args()
     options.peers = True if options.peers is None else options.peers

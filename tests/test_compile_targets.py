@@ -64,8 +64,8 @@ def work(jobs: list[Job]) -> list[dict[str, Any]]:
                 made = kernel.load()(call, config)
                 for launch in made if isinstance(made, (list, tuple)) else [made]:
                     width = call.tensors[registry.op(op_name).tensors[0]].columns
-                    entry: dict[str, Any] = {
-                        "job": [backend_name, op_name, dtype, arch], "columns": width, "config": str(config)}  # fmt: skip
+                    job = [backend_name, op_name, dtype, arch]
+                    entry: dict[str, Any] = {"job": job, "columns": width, "config": str(config)}
                     if backend_name == "tilelang" and not every:
                         from tilewright.backends.tilelang import lower
 

@@ -16,6 +16,7 @@ from tilewright.verify.cases import DTYPES
 from tilewright.verify.suite import verify_kernel
 
 QUICK = {
+    ("triton", "layer_norm", torch.float16),
     ("inductor", "l2_norm", torch.float32),
     ("triton", "rms_norm_backward", torch.bfloat16),
     ("triton", "layer_norm_backward", torch.float16),
@@ -25,8 +26,12 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 
 
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
-    backward = kernel.backend == "triton" and registry.op(kernel.op).gradient is None
-    costly = (kernel.backend == "inductor" or backward) and (kernel.backend, kernel.op, dtype) not in QUICK
+    backward = registry.op(kernel.op).gradient is None or dtype == torch.float16
+    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and backward)) and (
+        kernel.backend,
+        kernel.op,
+        dtype,
+    ) not in QUICK
     return [pytest.mark.slow] if costly else []
 
 

@@ -65,16 +65,21 @@ def test_unknown_names_are_refused_with_those_that_exist() -> None:
     with pytest.raises(tw.UnknownName) as error:
         tw.rms_norm(torch.randn(2, 4), backend="tritn")
     assert all(name in str(error.value) for name in ("'tritn'", *registry.backend_names()))
-    with pytest.raises(tw.UnknownName, match="known: .*reference"), tw.use(backend="cudnn"):  # type: ignore[arg-type]
+    with pytest.raises(tw.UnknownName, match=r"known: .*reference"), tw.use(backend="cudnn"):  # type: ignore[arg-type]
         pass
-    with pytest.raises(tw.UnknownName, match="unknown op 'rmsnorm'; known: .*rms_norm"), tw.use(ops=["rmsnorm"]):
+    with pytest.raises(tw.UnknownName, match=r"unknown op 'rmsnorm'; known: .*rms_norm"), tw.use(ops=["rmsnorm"]):
         pass
-    with pytest.raises(tw.InvalidArgument, match=r"ops: the string 'rms_norm'; a list: \['rms_norm'\]"):
-        with tw.use(ops="rms_norm"):
-            pass
-    with pytest.raises(tw.InvalidArgument, match="check: 'sometimes'; one of first, always, never"):
-        with tw.use(check="sometimes"):  # type: ignore[arg-type]
-            pass
+    with (
+        pytest.raises(tw.InvalidArgument, match=r"ops: the string 'l2_norm'; a list: \['l2_norm'\]"),
+        tw.use(ops="l2_norm"),
+    ):
+        pass
+    wrong: Any = "sometimes"
+    with (
+        pytest.raises(tw.InvalidArgument, match="check: 'sometimes'; one of first, always, never"),
+        tw.use(check=wrong),
+    ):
+        pass
     with pytest.raises(tw.UnknownName, match="unknown op"):
         registry.op("nope")
     assert tw.rms_norm(torch.randn(2, 4)).shape == (2, 4)
@@ -146,7 +151,8 @@ def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_environment_sets_the_defaults_and_bad_values_are_refused_by_name() -> None:
-    code = "print(tw.explain(tw.rms_norm, x).chosen.backend)\nwith tw.use(backend='vendor'): print(tw.explain(tw.rms_norm, x).chosen.backend)"
+    show = "print(tw.explain(tw.rms_norm, x).chosen.backend)"
+    code = f"{show}\nwith tw.use(backend='vendor'): {show}"
     done = _run(code, TILEWRIGHT_BACKEND="reference", TILEWRIGHT_CHECK="always")
     assert done.stdout.split() == ["reference", "vendor"], done.stderr
     code = """
@@ -164,7 +170,9 @@ for _ in range(2):
 
 def test_pinned_backend_never_falls_back_nor_does_its_gradient() -> None:
     x = torch.randn(3, 24, requires_grad=True)
-    with pytest.raises(tw.NoKernel, match=r'l2_norm\(backend="vendor"\) cannot take this call\n  l2_norm has no vendor kernel'):
+    with pytest.raises(
+        tw.NoKernel, match=r'l2_norm\(backend="vendor"\) cannot take this call\n  l2_norm has no vendor kernel'
+    ):
         tw.l2_norm(x, backend="vendor")
     with pytest.raises(tw.NoKernel) as error:
         tw.rms_norm(x.double(), backend="triton")
@@ -207,7 +215,9 @@ def test_preference_falls_back_with_one_record_a_class(caplog: pytest.LogCapture
 def test_strict_makes_the_fallback_an_error() -> None:
     x = torch.randn(3, 24)
     with tw.use(backend="cuda", strict=True, check="never"):
-        with pytest.raises(tw.NoKernel, match=r'rms_norm\(backend="cuda"\).*\n.*device: .* is not supported; needs sm_90'):
+        with pytest.raises(
+            tw.NoKernel, match=r'rms_norm\(backend="cuda"\).*\n.*device: .* is not supported; needs sm_90'
+        ):
             tw.rms_norm(x)
         assert tw.rms_norm(x, backend="reference").shape == x.shape, "a pin is not the preference"
     assert tw.rms_norm(x).shape == x.shape

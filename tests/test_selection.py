@@ -30,6 +30,7 @@ from tilewright.core.reason import Reason
 
 OP = registry.op("l2_norm")
 CPU = device_of("cpu")
+PLAIN = Config()
 calls: list[str] = []
 caught: list[torch.Tensor] = []
 
@@ -120,7 +121,7 @@ def chosen(x: torch.Tensor, **how: Any) -> str:
     return "" if found is None else found.kernel.label.split(" ")[0] or found.backend
 
 
-def record(kernel: Kernel, x: torch.Tensor, us: float, config: Config = Config(), device: Any = CPU) -> None:
+def record(kernel: Kernel, x: torch.Tensor, us: float, config: Config = PLAIN, device: Any = CPU) -> None:
     times.record(kernel, config, "l2_norm", call_class(facts(x), dict(OP.options)), device, us, us)
 
 
@@ -168,7 +169,8 @@ def test_configs_are_chosen_by_time_too(make: Make) -> None:
 
 def test_times_of_another_gpu_driver_or_compiler_are_not_used(make: Make) -> None:
     x = torch.randn(3, 20)
-    slow, quick = make("slow", -20), make("quick", -10)
+    make("slow", -20)
+    quick = make("quick", -10)
     record(quick, x, 1.0, device=replace(CPU, driver="999.99"))
     record(quick, x, 1.0, device=replace(CPU, name="another machine"))
     found = tw.explain(tw.l2_norm, x)
@@ -323,7 +325,7 @@ def test_new_evidence_kernels_and_times_invalidate_plans(make: Make) -> None:
 
 
 def test_a_quarantine_during_a_miss_is_not_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread finds the kernel broken after it was chosen here: the plan made meanwhile must not outlive that."""
+    """Another thread finds the kernel broken after it was chosen here: the plan made meanwhile must not last."""
     bad = make("slow", -20)
     make("quick", -10)
     bind = dispatch.bind

@@ -31,7 +31,9 @@ every_op = pytest.mark.parametrize("op", OPS, ids=str)
 differentiable = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 
 
-def inputs_of(op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Any]:
+def inputs_of(
+    op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False
+) -> list[Any]:
     made = list(make_inputs(op, lead, C, dtype).values())
     if grad:
         for t in made:
@@ -97,7 +99,9 @@ def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str
                         faked = [None if t is None else mode.from_tensor(t) for t in made.values()]
                         fake = listed(which(*faked, **node.plain(chosen)))
                         direct = listed(op(*faked, **chosen))
-                    assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(r.shape, r.dtype, r.stride()) for r in real]
+                    assert [(f.shape, f.dtype, f.stride()) for f in fake] == [
+                        (r.shape, r.dtype, r.stride()) for r in real
+                    ]
                     assert [f.shape for f in direct] == [r.shape for r in real[: len(direct)]]
                     inside = {t.untyped_storage().data_ptr() for t in made.values() if t is not None}
                     outside = [r.untyped_storage().data_ptr() for r in real]
@@ -117,7 +121,7 @@ def test_meta_tensors_give_meta_tensors(op: Op[Any]) -> None:
 def test_make_fx_shows_one_node(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     for mode in ("fake", "symbolic", "real"):
-        graph = make_fx(lambda *t: listed(op(*t)), tracing_mode=mode)(*inputs)  # noqa: B023
+        graph = make_fx(lambda *t: listed(op(*t)), tracing_mode=mode)(*inputs)
         targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
         assert targets[0] == f"tilewright.{op.name}.default"
         assert all("getitem" in t for t in targets[1:])
@@ -135,11 +139,19 @@ def test_a_dispatch_mode_sees_the_node(op: Op[Any]) -> None:
             self.seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
+    class Hidden(Log):
+        """One that guards of compiled code do not see, as that of selective checkpointing."""
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
     inputs = inputs_of(op)
-    with Log() as log:
-        found = op(*inputs)
-    assert log.seen == [f"tilewright.{op.name}.default"]
-    same(listed(found), listed(op(*inputs)))
+    for mode in (Log, Hidden, Log, Hidden):  # cold, and where a plan is warm
+        with mode() as log:
+            found = op(*inputs)
+        assert log.seen == [f"tilewright.{op.name}.default"]
+        same(listed(found), listed(op(*inputs))), op(*inputs)
 
 
 @every_op
@@ -325,7 +337,7 @@ def test_autocast_changes_nothing(op: Op[Any], dtype: torch.dtype, backend: str 
 
 
 def test_vendor_kernels_run_without_autocast_on_any_device() -> None:
-    """aten's layer_norm is on CUDA's list of ops that autocast turns to float32; a kernel must not see autocast at all."""
+    """aten's layer_norm is on CUDA's list of ops that autocast turns to float32; a kernel must not see autocast."""
     from tilewright.core.kernel import Kernel
 
     kernel = Kernel("l2_norm", "vendor", f"{__name__}:asks_for_autocast", label="autocast", preference=-60)
@@ -364,9 +376,9 @@ def test_functional_transforms_are_refused(op: Op[Any]) -> None:
     stacked = [torch.stack([t, t]) for t in inputs]
     with pytest.raises(tw.Unsupported, match=rf"{op.name}: torch.func"):
         torch.func.vmap(lambda *t: op(*t))(*stacked)
-    with pytest.raises(tw.Unsupported, match="torch.func"):
+    with pytest.raises(tw.Unsupported, match=r"torch\.func"):
         torch.func.grad(lambda t: loss(op(t, *inputs[1:])))(inputs[0])
-    with pytest.raises(tw.Unsupported, match="torch.func"):
+    with pytest.raises(tw.Unsupported, match=r"torch\.func"):
         torch.func.jvp(lambda t: listed(op(t, *inputs[1:]))[0], (inputs[0],), (torch.ones_like(inputs[0]),))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
@@ -403,8 +415,9 @@ def test_lazily_negated_tensors_are_read_right() -> None:
     for backend in (None, "reference", "vendor"):
         same([tw.rms_norm(x, backend=backend)], [expected])
     dy, rstd = x, torch.ones(4)
-    same(tw.rms_norm_backward(dy, z.real.contiguous(), None, rstd, backend="triton")[:1],
-         tw.rms_norm_backward(dy.clone().contiguous(), z.real.contiguous(), None, rstd, backend="reference")[:1])  # fmt: skip
+    real = z.real.contiguous()
+    found = tw.rms_norm_backward(dy, real, None, rstd, backend="triton")[:1]
+    same(found, tw.rms_norm_backward(dy.clone().contiguous(), real, None, rstd, backend="reference")[:1])
     leaf = torch.randn(4, C, dtype=torch.complex64, requires_grad=True)
     loss(tw.rms_norm(leaf.conj().imag)).backward()
     other = leaf.detach().clone().requires_grad_()
@@ -460,8 +473,8 @@ def test_outputs_may_go_unused(op: Op[Any], used: tuple[bool, bool]) -> None:
     found = torch.autograd.grad(loss(pick(op(*inputs))), inputs, allow_unused=True)
     expected = torch.autograd.grad(loss(pick(op.reference(*inputs))), inputs, allow_unused=True)
     for f, e in zip(found, expected, strict=True):
-        same([torch.zeros_like(inputs[0]) if f is None else f], [torch.zeros_like(inputs[0] if f is None else f) if e is None else e],
-             rtol=1e-4, atol=1e-4)  # fmt: skip
+        zero = torch.zeros(()) if f is None and e is None else torch.zeros_like(e if f is None else f)
+        same([zero if f is None else f], [zero if e is None else e], rtol=1e-4, atol=1e-4)
     outputs = op(*inputs)
     loss([o.detach().requires_grad_() for o in outputs]).backward()  # none of them used
     assert all(t.grad is None for t in inputs)
@@ -555,7 +568,7 @@ def test_double_backward_is_refused_by_name(op: Op[Any], node: bool) -> None:
 
 def test_batched_gradients_are_refused() -> None:
     x = torch.randn(3, C, requires_grad=True)
-    with pytest.raises(tw.Unsupported, match="torch.func"):
+    with pytest.raises(tw.Unsupported, match=r"torch\.func"):
         torch.autograd.grad(tw.rms_norm(x), x, torch.ones(2, 3, C), is_grads_batched=True)
 
 
@@ -564,8 +577,10 @@ def test_gradients_of_permuted_inputs(op: Op[Any]) -> None:
     """What a definition computes from permuted inputs is permuted too; what is saved is not."""
     for dtype in (torch.float64, torch.float32):
         dense = inputs_of(op, (2, 3, 2), dtype, grad=True)
-        bent = [t.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() if t.dim() > 1 else t.detach().requires_grad_()
-                for t in dense]  # fmt: skip
+        plain = [t.detach() for t in dense]
+        bent = [t.transpose(0, 2).contiguous().transpose(0, 2) if t.dim() > 1 else t for t in plain]
+        for t in bent:
+            t.requires_grad_()
         assert all(r.is_contiguous() for r in listed(op(*bent)))
         same(gradients(op, bent), gradients(op, dense), rtol=1e-4, atol=1e-5)
 

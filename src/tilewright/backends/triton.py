@@ -255,8 +255,8 @@ class JitRunner(Runner):
 
 @cache
 def _round_to_nearest() -> None:
-    """Triton's interpreter truncates float32 to bfloat16, where hardware rounds to nearest even. Mended here, since what
-    a kernel computes from its own rounded values cannot be judged otherwise."""
+    """Triton's interpreter truncates float32 to bfloat16, where hardware rounds to nearest even. Mended here, since
+    what a kernel computes from its own rounded values cannot be judged otherwise."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -21,7 +21,7 @@ from tilewright.bench.peers import Peer, gradient_of, peers_of
 from tilewright.bench.problems import PASSES, Problem, Tensors, input_bytes, problems
 from tilewright.bench.results import PeerRow, Report, Row, machine, software
 from tilewright.core import evidence, policy, registry
-from tilewright.core.call import DTYPE_NAMES, Call
+from tilewright.core.call import Call
 from tilewright.core.classes import layout_class
 from tilewright.core.device import default_device, device_of
 from tilewright.core.errors import NoKernel
@@ -275,7 +275,7 @@ class _Bench:
             self._note(f"peer {peer.name} is left out: {type(error).__name__}: {str(error).strip()[:200]}")
             return None
         row = PeerRow(
-            problem.owner.name, problem.pass_name, list(problem.shape), DTYPE_NAMES[problem.dtype], cache, peer.name,
+            problem.owner.name, problem.pass_name, list(problem.shape), str(problem.dtype).removeprefix("torch."), cache, peer.name,
             took.median, took.iqr, call_us.median,
         )  # fmt: skip
         return row, watch
@@ -305,7 +305,7 @@ class _Bench:
             pass_name=problem.pass_name,
             workload=problem.workload,
             shape=list(problem.shape),
-            dtype=DTYPE_NAMES[problem.dtype],
+            dtype=str(problem.dtype).removeprefix("torch."),
             backend=subject.kernel.backend,
             config=str(subject.config),
             cache=cache,

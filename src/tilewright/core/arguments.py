@@ -36,7 +36,7 @@ def facts_of(
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(op.name, name, f"a {type(tensor).__name__}", "a torch.Tensor is needed")
         if is_legacy_batchedtensor(tensor):
-            raise Unsupported(f"{op.name}: {name} is batched by torch.func.vmap or is_grads_batched, which has no rule here")
+            raise Unsupported(f"{op.name}: {name} is batched (torch.func.vmap, is_grads_batched): no rule here")
         if tensor.is_nested:
             raise InvalidArgument(op.name, name, "a nested tensor", f"pass {name}.values(), or pad it")
         if tensor.layout is not strided:

@@ -234,11 +234,13 @@ def through_node(op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], ba
         for name, tensor in zip(op.tensors, tensors, strict=True):
             if tensor is not None and not isinstance(tensor, Tensor):
                 raise InvalidArgument(op.name, name, f"a {type(tensor).__name__}", "a torch.Tensor is needed")
+            if tensor is not None and tensor.is_nested:
+                raise InvalidArgument(op.name, name, "a nested tensor", f"pass {name}.values(), or pad it")
             if type(tensor).__module__.startswith("torch.distributed.tensor"):
                 raise Unsupported(f"{op.name}: {name} is a DTensor, for which there is no rule; pass {name}.to_local()")
         options = tuple(normalise(op, options, backend).values())
         if torch._C._are_functorch_transforms_active():
-            raise Unsupported(f"{op.name}: torch.func transforms (vmap, grad, jvp) have no rule here; use the reference")
+            raise Unsupported(f"{op.name}: torch.func (vmap, grad, jvp) has no rule here; use the reference")
         _refuse_tangents(op, tensors)
     return call_node(op, tensors, dict(zip(op.options, options, strict=True)), backend)
 

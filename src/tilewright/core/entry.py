@@ -21,25 +21,27 @@ EXACT = frozenset({torch.Tensor, torch.nn.Parameter})
 RECENT = 4
 """Signatures that are looked for by guards, for each set of options."""
 
-# Every expression in the keys is something that may change which kernel is right or fast. Guards leave out only
-# torch-function modes, forward-mode levels and addresses.
+# Every expression in the keys is something that may change which kernel is right or fast. Guards leave out
+# modes (some dispatch modes, that of selective checkpointing among them, are hidden from them), forward-mode levels and
+# addresses.
 _ENTRY = """\
 def __call__(self, {signature}, backend=None, _frozen=None):
     if is_compiling():
         return through_node(self, ({tensors},), ({options}), backend)
     grad = grad_enabled()
-    plain = not function_modes() and forward_ad._current_level < 0
+    plain = not (function_modes() or dispatch_modes()) and forward_ad._current_level < 0
     level = ({absent} {option_keys} backend, grad, _frozen, policy_here(), deterministic(), epoch[0])
     try:
-        found = recent.get(level) if plain else None
-    except TypeError:
+        # Guards ask for sizes, which ends the process where a nested tensor has none.
+        found = recent.get(level) if plain and not ({nested}) else None
+    except (TypeError, AttributeError):
         return without_key(self, ({tensors},), ({options}), backend)
     if found:
         given = {given}
         for check, plan in found:
             if check(*given) and not ({addresses}) & 15:
                 return plan({tensors})
-    if plain and {exact} and not (dispatch_modes() or transforms() or tracing()):
+    if plain and {exact} and not (transforms() or tracing()):
         try:
             key = ({tensor_keys}, level)
             plan = plans.get(key)
@@ -76,6 +78,9 @@ def install(op: Op[Any]) -> None:
         absent="".join(f"{n} is None, " for n in optional),
         option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
         given=given,
+        nested=" or ".join(
+            f"{n}.is_nested" if n in required else f"{n} is not None and {n}.is_nested" for n in op.tensors
+        ),
         addresses=" | ".join(
             f"{n}.data_ptr()" if n in required else f"(0 if {n} is None else {n}.data_ptr())" for n in op.tensors
         ),

@@ -9,6 +9,7 @@ has them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,8 @@ def largest_allowed(baseline: Errors) -> float:
 
 def rms_allowed(baseline: Errors, dtype: torch.dtype) -> float:
     """The limit on the pooled RMS error; wider where the pool is small, since its RMS is then noisy."""
+    if baseline.count < RMS_LEAST:
+        return math.inf
     limit = RMS_FACTOR.get(dtype, RMS_FACTOR_HALF) * baseline.rms + RMS_MARGIN
     limit *= 1.0 if baseline.count >= POOL else RMS_SMALL
     return max(limit, RMS_FLOOR.get(dtype, RMS_FLOOR_HALF))
