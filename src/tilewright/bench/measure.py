@@ -282,7 +282,7 @@ def _event_us(run: Run, device: torch.device) -> float:
         run()
         end.record()
         end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def _matmul_rate(device: torch.device, stream: Any) -> float:
