@@ -141,7 +141,7 @@ def test_rows_hold_the_schema_and_nothing_of_the_caller_changes() -> None:
     assert {("reference", "forward"), ("vendor", "forward"), ("reference", "backward")} <= set(rows)
     for row in rows.values():
         assert list(row) == KEYS
-        assert row["shape"] == [M, C] and row["dtype"] == "fp32" and row["verified"] is True
+        assert row["shape"] == [M, C] and row["dtype"] == "float32" and row["verified"] is True
         assert row["cache"] == "hot" and row["sol"] is None  # no fraction of the copy rate out of a cache
         assert row["kernel_us"] > 0 and row["call_us"] > 0
         assert row["peer"] is None and row["ratio_ci"] is None

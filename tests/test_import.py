@@ -32,7 +32,7 @@ print(json.dumps({
 
 def _import_once(home: Path) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWRIGHT_", "TRITON_", "XDG_"))}
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's import reads bytecode; it is kept out of the home that is watched
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's import reads bytecode
     env["PYTHONPYCACHEPREFIX"] = str(home.with_name("bytecode"))
     env |= {"HOME": str(home), "TILEWRIGHT_CACHE_DIR": str(home / "cache"), "PYTHONWARNINGS": "error::ImportWarning"}
     done = subprocess.run(

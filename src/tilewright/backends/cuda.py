@@ -211,6 +211,8 @@ class Nvrtc:
     """NVRTC through ctypes."""
 
     def __init__(self, file: str) -> None:
+        for builtins in sorted(Path(file).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # NVRTC itself looks only on the loader's path
         self.library = ctypes.CDLL(file)
         major, minor = c_int(), c_int()
         self._check(self.library.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
@@ -307,6 +309,16 @@ def toolkit_include() -> tuple[str, ...]:
     return ()
 
 
+@cache
+def cccl_include() -> str | None:
+    """The folder with the CUDA C++ core libraries (cuda/std), for sources that include them."""
+    for folder in (p / "include" for p in (*_wheels(), *_toolkits())):
+        for place in (folder / "cccl", folder):
+            if (place / "cuda" / "std" / "cassert").is_file():
+                return str(place)
+    return None
+
+
 def _wheels() -> list[Path]:
     """The folders of NVIDIA's wheels: nvidia/cu13, nvidia/cuda_nvrtc, ..."""
     spec = importlib.util.find_spec("nvidia")
@@ -316,4 +328,6 @@ def _wheels() -> list[Path]:
 
 def _toolkits() -> list[Path]:
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if tool := shutil.which("nvcc"):
+        named.append(str(Path(tool).resolve().parent.parent))
     return [Path(folder) for folder in named if folder and Path(folder).is_dir()]

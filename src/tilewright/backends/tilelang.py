@@ -77,6 +77,12 @@ class TileLangBackend(Backend):
                 "neither NVRTC nor nvcc is here to compile what tilelang writes",
                 "pip install 'tilewright[cuda]' (nvidia-cuda-nvrtc), or put the CUDA toolkit's nvcc on PATH",
             )
+        if cuda.cccl_include() is None:
+            return Reason(
+                "package",
+                "the CUDA C++ core libraries (cuda/std), which TileLang's headers include, are not here",
+                "pip install nvidia-cuda-cccl, or install the CUDA toolkit",
+            )
         return None
 
     def version(self) -> str:
@@ -187,5 +193,5 @@ def template_folders() -> tuple[str, ...]:
     if spec is None or not spec.submodule_search_locations:
         return ()
     root = Path(next(iter(spec.submodule_search_locations)))
-    library = [folder for base in cuda.toolkit_include() if (folder := f"{base}/cccl") and Path(folder).is_dir()]
+    library = [folder] if (folder := cuda.cccl_include()) else []
     return (str(root / "src"), str(root / "3rdparty/cutlass/include"), *library)

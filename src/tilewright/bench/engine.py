@@ -274,9 +274,9 @@ class _Bench:
         except Exception as error:  # noqa: BLE001  a stranger's code may raise anything; its rival is left out by name
             self._note(f"peer {peer.name} is left out: {type(error).__name__}: {str(error).strip()[:200]}")
             return None
+        dtype = str(problem.dtype).removeprefix("torch.")
         row = PeerRow(
-            problem.owner.name, problem.pass_name, list(problem.shape), str(problem.dtype).removeprefix("torch."), cache, peer.name,
-            took.median, took.iqr, call_us.median,
+            problem.owner.name, problem.pass_name, list(problem.shape), dtype, cache, peer.name, took.median, took.iqr, call_us.median,
         )  # fmt: skip
         return row, watch
 

@@ -111,6 +111,17 @@ def columns(name: str, *, least: int = 1, most: int = 1 << 62, multiple: int = 1
     return limit
 
 
+def rows(name: str, *, most: int) -> Limit:
+    """Tensor `name` has at most `most` rows."""
+
+    def limit(call: Call) -> Iterable[Reason]:
+        facts = call.tensors.get(name)
+        if facts is not None and facts.rows > most:
+            yield Reason(name, f"{facts.rows} rows; takes {most}", "split the batch")
+
+    return limit
+
+
 def unit_stride(*names: str) -> Limit:
     """The last dimension of each named tensor is dense."""
 

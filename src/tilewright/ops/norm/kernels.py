@@ -1,8 +1,19 @@
-"""The kernels of the norm family, as data: one declaration a kernel. Nothing of Triton or TileLang is imported here."""
+"""The kernels of the norm family, as data: one declaration each. Nothing of Triton or TileLang is imported here."""
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, Limit, Target, aligned, columns, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import (
+    Capability,
+    Limit,
+    Target,
+    aligned,
+    columns,
+    cuda,
+    hip,
+    row_levels,
+    rows,
+    unit_stride,
+)
 from tilewright.core.kernel import Configs, Kernel
 from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
@@ -46,18 +57,20 @@ TRITON_KERNELS = [
     ),
 ]  # fmt: skip
 
+# Its row indices are int32, and the last block of rows may reach beyond the last row.
+TILELANG_ROWS = (1 << 31) - (1 << 22)
 TILELANG_FILES = ("tilelang_programs.py", "tilelang_gradients.py")
 TILELANG_KERNELS = [
     *(
         _kernel(op, "tilelang", "tilelang:forward", (cuda(80),), tilelang_configs.forward_configs,
-                columns("x", most=WIDEST), unit_stride("x", "residual"), row_levels("x", "residual"),
-                files=TILELANG_FILES)
+                rows("x", most=TILELANG_ROWS), columns("x", most=WIDEST), unit_stride("x", "residual"),
+                row_levels("x", "residual"), files=TILELANG_FILES)
         for op in FORWARD
     ),
     *(
         _kernel(op, "tilelang", f"tilelang:{name}_backward", (cuda(80),), tilelang_configs.backward_configs,
-                columns(*_inputs(op), most=WIDEST), unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"),
-                files=TILELANG_FILES)
+                rows(*_inputs(op), most=TILELANG_ROWS), columns(*_inputs(op), most=WIDEST),
+                unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"), files=TILELANG_FILES)
         for op, name in BACKWARD.items()
     ),
 ]  # fmt: skip

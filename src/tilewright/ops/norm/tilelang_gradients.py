@@ -121,7 +121,7 @@ def backward(
             if weight_layout is not None:
                 ws = alloc(columns_like, (width,), weight_dtype)
                 if held:
-                    load_line(ws, weight, weight_layout, C, 0, weight_step)
+                    load_line(ws, weight, weight_layout, C, 0, (weight_step,))
             if "weight" in sums:
                 weight_sum = alloc(rows_like, (R, width))
                 T.clear(weight_sum)
@@ -183,7 +183,7 @@ def backward(
                             load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
                             load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                             if weight_layout is not None:
-                                load_line(ws, weight, weight_layout, C, k * width, weight_step)
+                                load_line(ws, weight, weight_layout, C, k * width, (weight_step,))
                         for i, w, e in T.Parallel(R, warp_count, span):
                             j = column_of(w, e, width, vec, lanes)
                             value = weighted(
@@ -209,7 +209,7 @@ def backward(
                             load_rows(xs, x, x_layout, vec, C, first_row, rows, k * width, x_place)
                             load_rows(dys, dy, dy_layout, vec, C, first_row, rows, k * width, dy_place)
                             if weight_layout is not None:
-                                load_line(ws, weight, weight_layout, C, k * width, weight_step)
+                                load_line(ws, weight, weight_layout, C, k * width, (weight_step,))
                         if dh_layout is not None:
                             load_rows(dhs, dh, dh_layout, vec, C, first_row, rows, k * width, dh_place)
                     if dx_needed or "pre_bias" in sums:
@@ -304,7 +304,7 @@ def partial_columns(
                     dhs = alloc(rows_like, (R, width), dtype)
                 if weight_layout is not None:
                     ws = alloc(columns_like, (width,), weight_dtype)
-                    load_line(ws, weight, weight_layout, C, column_block * width, weight_step)
+                    load_line(ws, weight, weight_layout, C, column_block * width, (weight_step,))
             for turn in T.serial(T.ceildiv(rows - block * R, programs * R)):
                 first_row = (turn * programs + block) * R
                 if dy_layout is not None:
@@ -370,10 +370,8 @@ def reduce_columns(*, columns: int, dtypes: tuple[str, ...], lanes: int, depth: 
     ):
         with T.Kernel(T.ceildiv(C, lanes), len(dtypes), threads=lanes * depth) as (block, which):
             part = alloc(T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0)), (depth, lanes))
-            ahead = alloc(
-                T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u)),
-                (unroll, depth, lanes),
-            )
+            ahead_like = T.Fragment((unroll, depth, lanes), forward_fn=lambda u, i, j: (i * lanes + j, u))
+            ahead = alloc(ahead_like, (unroll, depth, lanes))
             total = T.alloc_fragment((lanes,), F32)
             T.clear(part)
             for turn in T.serial(T.ceildiv(count, depth * unroll)):

@@ -97,9 +97,10 @@ def at(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, Any, Any,
     return start + (column if layout[1] == "v" else column * step)
 
 
-def along(layout: str, column: Any, step: Any) -> Any:
-    """The offset in a weight. A run-time `step` of 1 also keeps the compiler from taking a vector for aligned."""
-    return column if layout == "v" else column * step
+def along(layout: str, column: Any, place: tuple[Any]) -> Any:
+    """The offset in a weight. A run-time step of 1 also keeps the compiler from taking a vector for aligned. (The step
+    comes in a tuple: a macro renames a scalar that it is given alone, and the launch finds arguments by name.)"""
+    return column if layout == "v" else column * place[0]
 
 
 def dense(columns: int, row: Any, column: Any) -> Any:
@@ -117,12 +118,12 @@ def load_rows(to, source, layout, vec, columns, first_row, rows, first, place):
 
 
 @T.macro
-def load_line(to, source, layout, columns, first, step):
+def load_line(to, source, layout, columns, first, place):
     """Fill a row of weights; columns outside of the tensor are 0."""
     T.clear(to)
     for j in T.Parallel(*to.shape):
         if first + j < columns:
-            to[j] = source[along(layout, first + j, step)]
+            to[j] = source[along(layout, first + j, place)]
 
 
 @T.macro
@@ -198,11 +199,11 @@ def forward(
             if weight_layout is not None:
                 ws = alloc(columns_like, (width,), weight_dtype)
                 if held:
-                    load_line(ws, weight, weight_layout, C, 0, weight_step)
+                    load_line(ws, weight, weight_layout, C, 0, (weight_step,))
             if bias_layout is not None:
                 bs = alloc(columns_like, (width,), bias_dtype)
                 if held:
-                    load_line(bs, bias, bias_layout, C, 0, bias_step)
+                    load_line(bs, bias, bias_layout, C, 0, (bias_step,))
 
             T.clear(terms)
             for k in T.serial(tiles):
@@ -210,7 +211,7 @@ def forward(
                 if residual_layout is not None:
                     load_rows(rs, residual, residual_layout, vec, C, block * R, rows, k * width, residual_place)
                     if pre_bias_layout is not None:
-                        load_line(ps, pre_bias, pre_bias_layout, C, k * width, pre_bias_step)
+                        load_line(ps, pre_bias, pre_bias_layout, C, k * width, (pre_bias_step,))
                         for i, j in T.Parallel(R, width):
                             xs[i, j] = T.Cast(dtype, f32(xs[i, j]) + f32(ps[j]) + f32(rs[i, j]))
                     else:
@@ -248,9 +249,9 @@ def forward(
                     else:
                         load_rows(xs, x, x_layout, vec, C, block * R, rows, k * width, x_place)
                     if weight_layout is not None:
-                        load_line(ws, weight, weight_layout, C, k * width, weight_step)
+                        load_line(ws, weight, weight_layout, C, k * width, (weight_step,))
                     if bias_layout is not None:
-                        load_line(bs, bias, bias_layout, C, k * width, bias_step)
+                        load_line(bs, bias, bias_layout, C, k * width, (bias_step,))
                 for i, j in T.Parallel(R, width):
                     if (block * R + i < rows) & (k * width + j < C):
                         value = (f32(xs[i, j]) - row_mean[i] if centred else f32(xs[i, j])) * row_rstd[i]
