@@ -276,7 +276,8 @@ class _Bench:
             return None
         dtype = str(problem.dtype).removeprefix("torch.")
         row = PeerRow(
-            problem.owner.name, problem.pass_name, list(problem.shape), dtype, cache, peer.name, took.median, took.iqr, call_us.median,
+            problem.owner.name, problem.pass_name, list(problem.shape), dtype, cache, peer.name,
+            took.median, took.iqr, call_us.median,
         )  # fmt: skip
         return row, watch
 
