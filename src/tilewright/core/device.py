@@ -31,7 +31,7 @@ class Device:
         return self.kind != "cpu"
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.arch})"
+        return self.name if self.name == self.arch else f"{self.name} ({self.arch})"
 
 
 @lru_cache(maxsize=64)

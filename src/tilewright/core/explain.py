@@ -42,7 +42,3 @@ def _row(candidate: Candidate, chosen: bool) -> list[str]:
         f"{time.kernel_us:.1f} us kernel" if time else "",
         standing,
     ]
-
-
-def _tail(row: list[str]) -> str:
-    return f"   {row[5]}" if row[5] else ""

@@ -82,11 +82,19 @@ def make_inputs(
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         rows = dims == "M C"
         tensor = _values(values if rows else "normal", shape, generator, device).to(kind)
-        found[name] = _bend(tensor, layouts.get(name, layouts.get("*", "") if rows else ""))
+        found[name] = _bend(tensor, _layout_of(name, op, layouts))
     if op.probes.derive is not None:
-        chosen = {**op.options, **(options or {})}
-        op.probes.derive(found, chosen)
+        given = dict(found)
+        op.probes.derive(found, {**op.options, **(options or {})})
+        for name in op.tensors:  # what was derived is fresh memory, and asked for in a layout all the same
+            if found[name] is not None and found[name] is not given[name]:
+                found[name] = _bend(found[name], _layout_of(name, op, layouts))
     return found
+
+
+def _layout_of(name: str, op: Op[Any], layouts: Mapping[str, str]) -> str:
+    """"*" speaks of row tensors alone."""
+    return layouts.get(name, layouts.get("*", "") if op.probes.dims[name] == "M C" else "")
 
 
 def _seed(seed: int, name: str) -> int:
@@ -200,6 +208,9 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         bends = ["padded 1"]
         bends += ["expanded", "columns"] if op.name.endswith("_backward") and name.startswith("d") else []
         for layout in bends:
+            yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
+    for name in (n for n in op.tensors if probes.dims[n] == "C"):
+        for layout in ("columns", "expanded", "offset 1"):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
     for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
         yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)

@@ -70,7 +70,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     either = next(
         (f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None and f.dtype != main.dtype), None
     )
-    layouts = {n: _layout(f) for n in rows if (f := call.tensors[n]) is not None}
+    layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []
     for place, values in enumerate(VALUES):

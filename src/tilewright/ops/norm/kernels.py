@@ -20,6 +20,8 @@ from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
 
 _HERE = "tilewright.ops.norm"
 WIDEST = 131072
+PARAMETERS = ("weight", "bias", "pre_bias")
+"""Read as dense by every kernel. Backward reads the weight alone; of the biases it needs the dtype."""
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "l2_norm")
 BACKWARD = {"rms_norm_backward": "rms", "layer_norm_backward": "layer", "l2_norm_backward": "l2"}
@@ -47,12 +49,13 @@ TRITON = (cuda(80), hip("gfx942"))
 TRITON_KERNELS = [
     *(
         _kernel(op, "triton", "triton:forward", TRITON, triton_configs.forward_configs,
-                columns("x", most=WIDEST), unit_stride("x", "residual"), row_levels("x", "residual"))
+                columns("x", most=WIDEST), unit_stride("x", "residual", *PARAMETERS), row_levels("x", "residual"))
         for op in FORWARD
     ),
     *(
         _kernel(op, "triton", f"triton_backward:{name}_backward", TRITON, triton_configs.backward_configs,
-                columns(*_inputs(op), most=WIDEST), unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"))
+                columns(*_inputs(op), most=WIDEST), unit_stride(*_inputs(op), "weight"),
+                row_levels(*_inputs(op), "dy", "dh"))
         for op, name in BACKWARD.items()
     ),
 ]  # fmt: skip
@@ -63,14 +66,14 @@ TILELANG_FILES = ("tilelang_programs.py", "tilelang_gradients.py")
 TILELANG_KERNELS = [
     *(
         _kernel(op, "tilelang", "tilelang:forward", (cuda(80),), tilelang_configs.forward_configs,
-                rows("x", most=TILELANG_ROWS), columns("x", most=WIDEST), unit_stride("x", "residual"),
+                rows("x", most=TILELANG_ROWS), columns("x", most=WIDEST), unit_stride("x", "residual", *PARAMETERS),
                 row_levels("x", "residual"), files=TILELANG_FILES)
         for op in FORWARD
     ),
     *(
         _kernel(op, "tilelang", f"tilelang:{name}_backward", (cuda(80),), tilelang_configs.backward_configs,
                 rows(*_inputs(op), most=TILELANG_ROWS), columns(*_inputs(op), most=WIDEST),
-                unit_stride(*_inputs(op)), row_levels(*_inputs(op), "dy", "dh"), files=TILELANG_FILES)
+                unit_stride(*_inputs(op), "weight"), row_levels(*_inputs(op), "dy", "dh"), files=TILELANG_FILES)
         for op, name in BACKWARD.items()
     ),
 ]  # fmt: skip
@@ -79,13 +82,13 @@ PAYS = "where it starts to pay"
 CUDA_KERNELS = [
     *(
         _kernel(op, "cuda", "cuda:forward", (cuda(90),), wide.forward_configs,
-                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "residual"),
+                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "residual", *PARAMETERS),
                 row_levels("x", "residual", most=1), wide.fits_forward, files=("norm_wide.cu", "norm_wide.cuh"))
         for op in FORWARD if op != "l2_norm"
     ),
     *(
         _kernel(op, "cuda", f"cuda:{name}_backward", (cuda(90),), wide.backward_configs,
-                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "dy", "dh"),
+                columns("x", least=16384, most=WIDEST, why=PAYS), unit_stride("x", "dy", "dh", "weight"),
                 row_levels("x", "dy", "dh", most=1), aligned("x", "dy", "dh", "weight"), wide.fits_backward,
                 files=("norm_wide_backward.cu", "norm_wide.cuh"))
         for op, name in BACKWARD.items() if name != "l2"
