@@ -12,11 +12,9 @@ def render(selection: Selection) -> str:
     gradient = "gradient" if call.saving else "no gradient"
     lines = [f"{call.op}   {', '.join(str(f) for f in inputs)}      {call.device}      {mode}, {gradient}"]
     rows = [_row(candidate, candidate is selection.chosen) for candidate in selection.candidates]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        lines.append(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() + _tail(row)
-        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:  # a column that is empty in every row takes no room
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip())
     lines.append(f"chosen: {selection.why}")
     lines += [f"note: {note}" for note in selection.notes]
     return "\n".join(lines)
@@ -32,8 +30,9 @@ def _row(candidate: Candidate, chosen: bool) -> list[str]:
     elif candidate.verdict is None:
         standing = "no evidence yet: checked on first use"
     else:
-        shipped = "shipped" if candidate.verdict.shipped else candidate.verdict.date
-        standing = f"proven {shipped} on {candidate.verdict.where}, {candidate.verdict.cases} cases"
+        count = candidate.verdict.cases
+        source = "shipped" if candidate.verdict.shipped else candidate.verdict.date
+        standing = f"proven on {candidate.verdict.where}, {count} case{'s' * (count != 1)}, {source}"
     return [
         " >" if chosen else "  ",
         name,
