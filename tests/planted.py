@@ -160,6 +160,8 @@ def _one_level(call: Call) -> Any:
 
     if len(call.x.row_levels) > 1 or call.x.columns > BLOCK:
         yield Reason("x", "one row stride and 8192 columns at most")
+    if call.weight is not None and call.weight.column_stride != 1:
+        yield Reason("weight", "not dense")
 
 
 def triton_kernel(fault: str) -> Kernel:

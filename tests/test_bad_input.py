@@ -153,6 +153,34 @@ def test_bad_input_is_refused_by_name_and_nothing_is_lost(name: str, way: str) -
         torch.testing.assert_close(tw.rms_norm(X, W), good)
 
 
+def test_explain_takes_ops_and_their_names_and_nothing_else() -> None:
+    x = torch.randn(2, 8)
+    assert str(tw.explain("rms_norm", x)) == str(tw.explain(tw.rms_norm, x))
+    with pytest.raises(tw.UnknownName, match="rms_norm"):
+        tw.explain("rmsnorm", x)
+    with pytest.raises(tw.InvalidArgument, match="is no op; one of rms_norm"):
+        tw.explain(torch.nn.functional.rms_norm, x)  # type: ignore[arg-type]
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(tw.InvalidArgument, match="eps: larger than any float"):
+        tw.rms_norm(torch.randn(2, 8), eps=10**400)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "pre_bias"])
+def test_parameters_that_are_not_dense_are_never_read_as_dense(name: str) -> None:
+    """Every launched kernel walks a parameter by its address: one of another stride is refused with the reason."""
+    x = torch.randn(3, 32768)
+    for bent in (torch.randn(65536)[::2], torch.randn(1).expand(32768)):
+        found = tw.explain(tw.add_layer_norm, x, x, **{name: bent})
+        call = dataclasses.replace(found.call, device=target_device("sm_90"))
+        launched = [c.kernel for c in found.candidates if registry.backend(c.backend).launches]
+        assert {k.backend for k in launched} == {"cuda", "triton", "tilelang"}
+        for kernel in launched:
+            reasons = [r for r in kernel.capability.reasons(call) if r.argument == name]
+            assert [r.problem for r in reasons] == [f"last dimension has stride {bent.stride(0)}; needs 1"]
+
+
 def test_errors_are_the_built_in_ones_too() -> None:
     with pytest.raises(ValueError):
         tw.rms_norm(X, eps=-1.0)

@@ -83,6 +83,10 @@ def test_version_and_help_in_the_runner() -> None:
         (["explain", "rms_norm", "--option", "epsilon=1"], ["epsilon", "weight_offset"]),
         (["explain", "rms_norm", "--option", "eps=-1"], ["eps", "-1", "0 or more"]),
         (["explain", "rms_norm", "--without", "x"], ["x", "weight"]),
+        (["verify", "rms_norm", "--size", "vast"], ["vast", "tiny, small, full"]),
+        (["verify", "rms_norm", "--device", "toaster"], ["toaster", "cpu"]),
+        (["bench", "rms_norm", "--device", "cuda:99"], ["cuda:99", "cpu"]),
+        (["tune", "rms_norm", "--device", "cuda:99", "--shape", "4x64"], ["cuda:99", "cpu"]),
         (["explain", "l2_norm_backward", "--grad"], ["l2_norm_backward", "no gradient"]),
     ],
 )

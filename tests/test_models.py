@@ -264,6 +264,17 @@ def _replaced_on_the_instance() -> nn.Module:
     return module
 
 
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def _parametrized() -> nn.Module:
+    norm = nn.LayerNorm(8)
+    nn.utils.parametrize.register_parametrization(norm, "weight", _Doubled())
+    return norm
+
+
 def test_any_module_that_computes_it_is_taken() -> None:
     model = nn.Sequential(_RMSNorm())
     assert len(patch(model).replaced) == 1
@@ -278,6 +289,7 @@ def test_any_module_that_computes_it_is_taken() -> None:
         (lambda: nn.GroupNorm(2, 8), "no op here computes it"),
         (lambda: ScaledLayerNorm(8), "its forward is not that of LayerNorm"),
         (_replaced_on_the_instance, "replaced on the instance"),
+        (_parametrized, "parametrizations: a module inside the norm"),
         (HalfRMSNorm, "computes another formula"),
         (OtherEpsRMSNorm, "computes another formula"),
         (GroupRMSNorm, "computes another formula"),

@@ -310,13 +310,15 @@ def toolkit_include() -> tuple[str, ...]:
 
 
 @cache
-def cccl_include() -> str | None:
-    """The folder with the CUDA C++ core libraries (cuda/std), for sources that include them."""
+def cccl_include() -> tuple[str, ...]:
+    """The folders with the CUDA C++ core libraries, for sources that include them; empty when there are none.
+
+    Sources say `cuda/std/cassert` or, since CUDA 13, `cccl/cuda/std/cassert`: so both levels are folders to search.
+    """
     for folder in (p / "include" for p in (*_wheels(), *_toolkits())):
-        for place in (folder / "cccl", folder):
-            if (place / "cuda" / "std" / "cassert").is_file():
-                return str(place)
-    return None
+        if (folder / "cccl" / "cuda" / "std" / "cassert").is_file():
+            return str(folder / "cccl"), str(folder)
+    return ()
 
 
 def _wheels() -> list[Path]:

@@ -77,11 +77,11 @@ class TileLangBackend(Backend):
                 "neither NVRTC nor nvcc is here to compile what tilelang writes",
                 "pip install 'tilewright[cuda]' (nvidia-cuda-nvrtc), or put the CUDA toolkit's nvcc on PATH",
             )
-        if cuda.cccl_include() is None:
+        if not cuda.cccl_include() or not cuda.toolkit_include():
             return Reason(
                 "package",
-                "the CUDA C++ core libraries (cuda/std), which TileLang's headers include, are not here",
-                "pip install nvidia-cuda-cccl, or install the CUDA toolkit",
+                "the CUDA toolkit's headers, which TileLang's include, are not here",
+                "pip install 'tilewright[cuda]' (nvidia-cuda-cccl, nvidia-cuda-runtime), or the CUDA toolkit",
             )
         return None
 
@@ -193,5 +193,4 @@ def template_folders() -> tuple[str, ...]:
     if spec is None or not spec.submodule_search_locations:
         return ()
     root = Path(next(iter(spec.submodule_search_locations)))
-    library = [folder] if (folder := cuda.cccl_include()) else []
-    return (str(root / "src"), str(root / "3rdparty/cutlass/include"), *library)
+    return (str(root / "src"), str(root / "3rdparty/cutlass/include"), *cuda.cccl_include())

@@ -23,7 +23,7 @@ from tilewright.bench.results import PeerRow, Report, Row, machine, software
 from tilewright.core import evidence, policy, registry
 from tilewright.core.call import Call
 from tilewright.core.classes import layout_class
-from tilewright.core.device import default_device, device_of
+from tilewright.core.device import default_device, device_of, torch_device
 from tilewright.core.errors import NoKernel
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config, Launch, scratches
@@ -73,7 +73,7 @@ def bench(
     Raises:
         UnknownName: an op, workload or backend that does not exist.
     """
-    where = default_device() if device is None else torch.device(device)
+    where = default_device() if device is None else torch_device(device) if isinstance(device, str) else device
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     for name in backends:

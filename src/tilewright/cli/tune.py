@@ -63,14 +63,12 @@ def _with_gradients(names: Sequence[str]) -> list[str]:
 
 def _of_workloads(names: Sequence[str] | None, workloads: Sequence[str], dtypes: Any, device: str) -> list[Any]:
     """The calls of those workloads whose names contain one of `workloads`."""
-    import torch
-
     from tilewright.core import registry
-    from tilewright.core.device import default_device, device_of
+    from tilewright.core.device import default_device, device_of, torch_device
     from tilewright.core.errors import UnknownName
     from tilewright.tune.classes import subjects
 
-    where = torch.device(device) if device else default_device()
+    where = torch_device(device) if device else default_device()
     chosen = [registry.op(n) for n in names] if names is not None else registry.ops()
     every = subjects(chosen, device_of(where.type, where.index), None, dtypes)
     calls = [s.call for s in every if any(w.lower() in s.workload.lower() for w in workloads)]

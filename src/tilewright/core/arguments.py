@@ -62,7 +62,10 @@ def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[
         if kind is float:
             if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "a number is needed")
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                raise InvalidArgument(op.name, name, "larger than any float", "a number is needed") from None
             if math.isnan(value):
                 raise InvalidArgument(op.name, name, "NaN", "a number is needed")
         elif kind is bool:

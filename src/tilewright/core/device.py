@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 
 import torch
 
+from tilewright.core.errors import UnknownName
+
 
 @dataclass(frozen=True)
 class Device:
@@ -61,6 +63,20 @@ def target_device(arch: str) -> Device:
     sizes = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
     kind = "hip" if arch.startswith("gfx") else "cuda"
     return Device(kind, arch, arch, 0, sizes.get(arch, 100), 50 << 20)
+
+
+def torch_device(name: str) -> torch.device:
+    """`cpu`, `cuda` or `cuda:1` as a device that is here.
+
+    Raises:
+        UnknownName: for anything else; the message lists what there is.
+    """
+    kind, _, index = name.partition(":")
+    count = torch.cuda.device_count()
+    here = kind == "cpu" and not index or kind == "cuda" and count and (not index or index.isdigit())
+    if not here or int(index or 0) >= max(count, 1):
+        raise UnknownName("device", name, ["cpu", *(f"cuda:{i}" for i in range(count))])
+    return torch.device(name)
 
 
 def default_device() -> torch.device:

@@ -289,11 +289,15 @@ def run_node(
 _node_plans: dict[Any, Run] = {}
 
 
-def explain(op: Op[Any], *args: Any, backend: str | None = None, **options: Any) -> Selection:
+def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options: Any) -> Selection:
     """How `op(*args, **options)` would be served: every kernel with its rank, evidence, times and reasons.
 
-    Runs nothing and compiles nothing. The result prints as a table.
+    Runs nothing and compiles nothing. The result prints as a table. `op` may also be an op's name.
     """
+    if isinstance(op, str):
+        op = registry.op(op)
+    elif not isinstance(op, Op):
+        raise InvalidArgument("explain", "op", f"{op!r} is no op", f"one of {', '.join(o.name for o in registry.ops())}")
     bound = inspect.signature(op.reference).bind(*args, **options)
     bound.apply_defaults()
     tensors = [bound.arguments[n] for n in op.tensors]

@@ -39,7 +39,7 @@ class Verdict:
 Prover = Callable[[Kernel, Config, Call], Verdict]
 
 _memory: dict[tuple[str, str], Verdict] = {}
-_broken: dict[tuple[str, str, str], str] = {}
+_broken: dict[tuple[str, str, str, str], str] = {}
 _prover: list[Prover] = []
 _isolated: list[Prover] = []
 _lock = threading.Lock()
@@ -137,14 +137,16 @@ def proven_anywhere(kernel: Kernel, here: str) -> bool:
     return any(facts.get("passed") for facts in disk().load_json("evidence", _group(kernel, here)).values())
 
 
-def mark_broken(kernel: Kernel, config: Config, arch: str, why: str) -> None:
-    """Compile and launch errors: last as long as the process."""
-    _broken[kernel.name + kernel.digest, str(config), arch] = why
+def mark_broken(kernel: Kernel, config: Config, arch: str, why: str, layout: str = "") -> None:
+    """Compile and launch errors: last as long as the process. With `layout`, for that layout class alone."""
+    _broken[kernel.name + kernel.digest, str(config), arch, layout] = why
     bump()
 
 
-def broken(kernel: Kernel, config: Config, arch: str) -> str | None:
-    return _broken.get((kernel.name + kernel.digest, str(config), arch))
+def broken(kernel: Kernel, config: Config, arch: str, layout: str = "") -> str | None:
+    """Why this kernel and config are not used here: at all, or for calls of the layout class."""
+    key = (kernel.name + kernel.digest, str(config), arch)
+    return _broken.get((*key, "")) or _broken.get((*key, layout))
 
 
 def forget() -> None:

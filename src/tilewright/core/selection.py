@@ -147,7 +147,7 @@ def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metr
     refused: list[Reason] = []
     usable: list[tuple[Config, Verdict | None, Time | None]] = []
     for config in kernel.configs_for(call):
-        broken = evidence.broken(kernel, config, arch)
+        broken = evidence.broken(kernel, config, arch, layout)
         verdict = evidence.find(kernel, config, layout, arch) if kernel.backend != "reference" else None
         if broken is not None:
             refused.append(Reason("quarantine", f"{config}: {broken}", "lasts as long as this process"))
@@ -216,7 +216,8 @@ def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> None:
     if verdict.passed is False:
         log.warning("%s %s is wrong on %s and quarantined: %s", kernel, config, call.device, verdict.detail)
     elif verdict.passed is None:
-        evidence.mark_broken(kernel, config, call.device.arch, f"not verified: {verdict.detail}")
+        why = f"not verified: {verdict.detail}"
+        evidence.mark_broken(kernel, config, call.device.arch, why, selection.layout)
 
 
 class guarded:

@@ -155,6 +155,9 @@ def _common(module: nn.Module, parameters: set[str]) -> Reason | None:
     """What keeps any module from being replaced."""
     if "forward" in module.__dict__:
         return Reason("forward", "replaced on the instance (a hook of accelerate, or another patch)", "patch first")
+    inner = next((name for name, _ in module.named_children()), None)
+    if inner is not None:
+        return Reason(inner, "a module inside the norm (a parametrization, an adapter)", "patch before adding it")
     strange = sorted(n for n, p in module._parameters.items() if p is not None and n not in parameters)
     strange += sorted(n for n, b in module._buffers.items() if b is not None)
     if strange:

@@ -16,7 +16,7 @@ import torch
 from tilewright.core import evidence, registry, times
 from tilewright.core.call import Call
 from tilewright.core.classes import call_class, layout_class
-from tilewright.core.device import Device, default_device, device_of
+from tilewright.core.device import Device, default_device, device_of, torch_device
 from tilewright.core.errors import UnknownName
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
@@ -137,7 +137,7 @@ def pairs_of(call: Call, backends: frozenset[str] | None = None) -> list[Pair]:
         if candidate.reasons or (backends is not None and kernel.backend not in backends):
             continue
         for number, config in enumerate(kernel.configs_for(call)):
-            if evidence.broken(kernel, config, call.device.arch) is not None:
+            if evidence.broken(kernel, config, call.device.arch, layout) is not None:
                 continue
             verdict = _verdict(kernel, config, layout, call)
             if verdict is None or verdict.passed is not False:
@@ -260,7 +260,7 @@ class _Say:
 
 
 def _device(device: torch.device | str | None) -> Device:
-    chosen = default_device() if device is None else torch.device(device)
+    chosen = default_device() if device is None else torch_device(device) if isinstance(device, str) else device
     return device_of(chosen.type, chosen.index)
 
 

@@ -75,7 +75,7 @@ class Timing:
         if call.device.is_gpu:
             count, self.flush = measure.rotation(self.size, measure.cache_bytes(self.device))
             self.sets += [_copy(inputs, call) for _ in range(count - 1)]
-        self._watches: dict[tuple[str, Config], tuple[measure.Watch, measure.Watch]] = {}
+        self._watches: dict[tuple[str, str, Config], tuple[measure.Watch, measure.Watch]] = {}
 
     def sample(self, kernel: Kernel, config: Config) -> tuple[float, float]:
         """(call, kernel) microseconds. Both are the same on a CPU, where the call is the work."""
@@ -93,7 +93,7 @@ class Timing:
             return call_us, call_us if kernels is calls else _median(kernels)
 
     def _watch(self, kernel: Kernel, config: Config) -> tuple[measure.Watch, measure.Watch]:
-        key = (kernel.name, config)
+        key = (kernel.name, kernel.digest, config)  # a plug-in's kernel may bear the name of another
         found = self._watches.get(key)
         if found is None:
             run = bind(kernel, config, self.call)

@@ -168,6 +168,7 @@ MOST_ELEMENTS = 1 << 25
 WIDTHS = (1, 3, 96, 127, 192, 229, 384, 769, 1024, 2049, 5125)
 WIDE = (8192, 16384, 24576, 32768, 65536, 131072)
 ROWS = (1, 2, 4, 8, 33)
+SIZES = ("tiny", "small", "full")
 
 
 def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[Case]:

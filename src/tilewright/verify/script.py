@@ -41,8 +41,10 @@ def write_script(kernel: Kernel, config: Config, case: Case, problems: Sequence[
     name = f"{kernel.op}-{kernel.backend}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.py"
     path = cache_directory() / "red" / name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(text, encoding="utf-8")
+        cache_directory().mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.with_suffix(".new").write_text(text, encoding="utf-8")
+        path.with_suffix(".new").replace(path)
     except OSError:
         return ""
     return str(path)

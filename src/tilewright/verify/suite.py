@@ -12,13 +12,13 @@ import torch
 from tilewright.core import evidence, registry
 from tilewright.core.call import Call
 from tilewright.core.classes import layout_class
-from tilewright.core.device import device_of
-from tilewright.core.errors import InvalidArgument
+from tilewright.core.device import default_device, device_of, torch_device
+from tilewright.core.errors import InvalidArgument, UnknownName
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.op import Op
-from tilewright.verify.cases import DTYPES, Case, build, cases
+from tilewright.verify.cases import DTYPES, SIZES, Case, build, cases
 from tilewright.verify.check import Outcome, Truth, add_to_pool, call_of, check, judge_pool, truth_of
 from tilewright.verify.numerics import largest_allowed
 from tilewright.verify.script import write_script
@@ -83,7 +83,9 @@ def verify(
         all_configs: every config of a kernel, not just its first guess for each case.
         record: keep verdicts as evidence.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = default_device() if device is None else torch_device(device) if isinstance(device, str) else device
+    if size is not None and size not in SIZES:
+        raise UnknownName("size", size, list(SIZES))
     facts = device_of(where.type, where.index)
     chosen = [registry.op(name) for name in ops] or registry.ops()
     others = [name for name in registry.backend_names() if name != "reference"]
