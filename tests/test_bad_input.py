@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
 from tilewright.core import registry
+from tilewright.core.device import target_device
 from tilewright.core.op import Op
 from tilewright.verify.cases import make_inputs
 

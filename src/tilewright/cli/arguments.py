@@ -30,7 +30,7 @@ def shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise InvalidArgument("command line", "--shape", repr(text), "sizes joined by x, as 8192x4096")
+        raise InvalidArgument("command line", "--shape", f"{text!r}", "needs sizes joined by x, as 8192x4096")
     return sizes
 
 
@@ -63,7 +63,7 @@ def options(op: Any, given: Sequence[str] | None) -> dict[str, Any]:
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:
-            raise InvalidArgument(op.name, "--option", repr(text), "name=value")
+            raise InvalidArgument(op.name, "--option", f"{text!r} is no option", "name=value, as eps=1e-5")
         if name not in found:
             raise UnknownName(f"option of {op.name}", name, sorted(found))
         found[name] = _value(op, name, value)

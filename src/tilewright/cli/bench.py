@@ -17,7 +17,7 @@ def command(
     shape: Shapes = None,
     dtype: Dtypes = None,
     backends: Backends = "",
-    passes: Annotated[str, typer.Option("--passes", help="forward, backward, or both.")] = "forward,backward",
+    passes: Annotated[str, typer.Option("--passes", help="forward, backward; both with a comma.")] = "forward,backward",
     peers: Annotated[bool, typer.Option("--peers", help="Also the rivals that are installed, interleaved.")] = False,
     all_configs: Annotated[bool, typer.Option("--all-configs", help="Every proven config of every kernel.")] = False,
     device: DeviceName = "",

@@ -73,8 +73,8 @@ def torch_device(name: str) -> torch.device:
     """
     kind, _, index = name.partition(":")
     count = torch.cuda.device_count()
-    here = kind == "cpu" and not index or kind == "cuda" and count and (not index or index.isdigit())
-    if not here or int(index or 0) >= max(count, 1):
+    here = index == "" if kind == "cpu" else kind == "cuda" and (index or "0").isdigit() and int(index or 0) < count
+    if not here:
         raise UnknownName("device", name, ["cpu", *(f"cuda:{i}" for i in range(count))])
     return torch.device(name)
 

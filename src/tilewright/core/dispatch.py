@@ -297,7 +297,8 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
     if isinstance(op, str):
         op = registry.op(op)
     elif not isinstance(op, Op):
-        raise InvalidArgument("explain", "op", f"{op!r} is no op", f"one of {', '.join(o.name for o in registry.ops())}")
+        known = ", ".join(o.name for o in registry.ops())
+        raise InvalidArgument("explain", "op", f"{op!r} is no op", f"one of {known}")
     bound = inspect.signature(op.reference).bind(*args, **options)
     bound.apply_defaults()
     tensors = [bound.arguments[n] for n in op.tensors]

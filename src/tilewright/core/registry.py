@@ -46,7 +46,11 @@ def add_op(op: Op[Any]) -> None:
         if op.name in _ops:
             raise TilewrightError(f"op {op.name!r} is declared twice")
         _ops[op.name] = op
-        _kernels[op.name] = [Kernel(op.name, name, "", origin="tilewright") for name in ("reference", "inductor")]
+        _kernels[op.name] = [
+            # both run the definition, so their digest is that of the module where it stands
+            Kernel(op.name, name, f"{op.reference.__module__}:{op.name}")
+            for name in ("reference", "inductor")
+        ]
 
 
 def add_kernels(kernels: Iterable[Kernel]) -> None:
