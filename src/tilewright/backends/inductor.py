@@ -81,5 +81,5 @@ def _compiled(
 
     # torch counts recompilations by code object, which all of these would share
     definition.__code__ = definition.__code__.replace()
-    # left to itself inductor drops a rounding that is widened again at once (h of add_rms_norm), which the contract states
+    # left to itself inductor drops a rounding that is widened again at once, as of h in add_rms_norm
     return torch.compile(definition, dynamic=True, fullgraph=True, options={"emulate_precision_casts": True})

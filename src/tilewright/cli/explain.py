@@ -16,7 +16,7 @@ def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
     shape: Annotated[str, typer.Option("--shape", help="Rows by columns, as 8192x4096.")] = "8192x4096",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32.")] = "bfloat16",
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, sm_90, gfx942, ...; by default what is here.")] = "",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, sm_90, gfx942; by default what is here.")] = "",
     grad: Annotated[bool, typer.Option("--grad", help="The inputs ask for gradients.")] = False,
     option: Annotated[list[str] | None, typer.Option("--option", help="An option of the op, as eps=1e-5.")] = None,
     without: Annotated[str, typer.Option("--without", help="Optional tensors to leave out, by commas.")] = "",

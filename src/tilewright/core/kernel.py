@@ -76,16 +76,23 @@ class Kernel:
 
 @cache
 def _path(module: str) -> Path | None:
+    """The file of a module, found without importing anything: a kernel's language may not be loaded to know it."""
+    top, *rest = module.split(".")
     try:
-        spec = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    if not rest:
+        return Path(spec.origin)
+    place = Path(spec.origin).parent.joinpath(*rest)
+    return next((f for f in (place.with_suffix(".py"), place / "__init__.py") if f.is_file()), None)
 
 
 @cache
 def _sources(module: str) -> tuple[Path, ...]:
-    """The module's file and, transitively, the files it imports from its own directory."""
+    """The module's file and, transitively, the files of its own that it imports."""
     seen: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -97,11 +104,16 @@ def _sources(module: str) -> tuple[Path, ...]:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for found in _imported(node, package):
-                other = _path(found)
-                # the family's own helpers: a change elsewhere (core, backends) does not change what the kernel computes
-                if other is not None and other.parent == path.parent and other.name != "__init__.py":
+                other = _path(found) if found.partition(".")[0] == module.partition(".")[0] else None
+                if other is not None and other.name != "__init__.py" and _own(other, module, path):
                     waiting.append(found)
     return tuple(path for _, path in sorted(seen.items()))
+
+
+def _own(other: Path, module: str, path: Path) -> bool:
+    """Whether what a kernel imports is part of its source: of this library the family's own helpers, since core and
+    backends do not change what a kernel computes; of another package all of it."""
+    return other.parent == path.parent or module.partition(".")[0] != "tilewright"
 
 
 def _imported(node: ast.AST, package: str) -> list[str]:
