@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 import tilewright  # noqa: F401  declares the ops
 from tilewright.core import registry
+from tilewright.core.errors import TilewrightError
 from tilewright.core.kernel import Kernel, _path, _sources
 
 SHOW = """
@@ -62,3 +65,13 @@ def test_a_backward_kernel_counts_the_file_it_shares_with_forward():
     assert {"triton.py", "triton_backward.py"} <= {p.name for p in _sources(backward.source.split(":")[0])}
     assert _path("no_such_module_at_all") is None
     assert Kernel("rms_norm", "triton", "no_such_module_at_all:f").digest
+
+
+def test_two_kernels_of_one_name_are_refused():
+    known = next(k for k in registry.kernels_of("rms_norm") if k.backend == "triton")
+    with pytest.raises(TilewrightError, match="declared twice"):
+        registry.add_kernels([Kernel("rms_norm", "triton", "somewhere:else")])
+    labelled = Kernel("rms_norm", "triton", "somewhere:else", label="other")
+    with pytest.raises(TilewrightError, match="declared twice"):
+        registry.add_kernels([labelled, Kernel("rms_norm", "triton", "third:place", label="other")])
+    assert known in registry.kernels_of("rms_norm") and labelled not in registry.kernels_of("rms_norm")

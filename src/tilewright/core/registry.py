@@ -61,6 +61,8 @@ def add_kernels(kernels: Iterable[Kernel]) -> None:
             op(kernel.op)
             if kernel.backend not in _backends:
                 raise UnknownName("backend", kernel.backend, backend_names())
+            if kernel.name in [k.name for k in (*_kernels[kernel.op], *kernels) if k is not kernel]:
+                raise TilewrightError(f"kernel {kernel.name} is declared twice; a label tells them apart")
         for kernel in kernels:
             _kernels[kernel.op].append(kernel)
     for changed in _listeners:

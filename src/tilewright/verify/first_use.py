@@ -27,8 +27,11 @@ PROBE_BYTES = 64 << 20
 VALUES = ("normal", "offset", "nan")
 
 
-def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
-    """Check `kernel` on probes of the class of `call`. Compile and launch errors propagate."""
+def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> Verdict:
+    """Check `kernel` on probes of the class of `call`. Compile and launch errors propagate.
+
+    `again`: a pooled error beyond its limit is looked at a second time, since only what comes again is kept.
+    """
     op = registry.op(call.op)
     where = torch.device("cuda", call.device.index) if call.device.is_gpu else torch.device("cpu")
     emulated = registry.backend(kernel.backend).emulates(call.device)
@@ -47,12 +50,17 @@ def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
             add_to_pool(pool, outcome)
             if outcome.problems:
                 # only a wrong result that comes again is kept
-                again = check(kernel, config, op, inputs, options, truth, saving=call.saving, emulated=emulated)
+                repeat = check(kernel, config, op, inputs, options, truth, saving=call.saving, emulated=emulated)
                 script = write_script(kernel, config, case, outcome.problems, where)
-                known = (again.problems or outcome.problems)[0]
+                known = (repeat.problems or outcome.problems)[0]
                 detail = f"{known}; reproduce with {script}"
-                return Verdict(False if again.problems else None, count, call.device.arch, evidence.today(), detail)
+                return Verdict(False if repeat.problems else None, count, call.device.arch, evidence.today(), detail)
         problems = judge_pool(pool, emulated)
+    if problems and again:
+        second = prove(kernel, config, call, again=False)
+        return (
+            second if second.passed is False else Verdict(None, count, call.device.arch, evidence.today(), problems[0])
+        )
     if problems:
         return Verdict(False, count, call.device.arch, evidence.today(), problems[0])
     return Verdict(True, count, call.device.arch, evidence.today())
