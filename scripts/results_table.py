@@ -67,7 +67,8 @@ def read(folder: Path) -> list[Row]:
 
 
 def table(rows: list[Row], *, every_backend: bool) -> str:
-    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel for each work, cold."""
+    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel, cold, for the first shape that
+    is recorded of each op and pass."""
     if not rows:
         return NOTHING
     if not every_backend:
@@ -76,7 +77,10 @@ def table(rows: list[Row], *, every_backend: bool) -> str:
         for row in cold or rows:
             if row.time < (fastest[row.work].time if row.work in fastest else float("inf")):
                 fastest[row.work] = row
-        rows = list(fastest.values())
+        first: dict[tuple[Any, ...], Any] = {}
+        for row in fastest.values():
+            first.setdefault((row.device, row.facts["op"], row.facts["pass"], row.facts["dtype"]), row.work)
+        rows = [row for row in fastest.values() if row.work in first.values()]
     parts = []
     for device in dict.fromkeys(row.device for row in rows):
         mine = [row for row in rows if row.device == device]
