@@ -67,8 +67,8 @@ def read(folder: Path) -> list[Row]:
 
 
 def table(rows: list[Row], *, every_backend: bool) -> str:
-    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel, cold, for the first shape that
-    is recorded of each op and pass."""
+    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel, cold, for the first shape
+    that is recorded of each op and pass."""
     if not rows:
         return NOTHING
     if not every_backend:
