@@ -25,7 +25,7 @@ RECENT = 4
 # modes (some dispatch modes, that of selective checkpointing among them, are hidden from them), forward-mode levels and
 # addresses.
 _ENTRY = """\
-def __call__(self, {signature}, backend=None, _frozen=None):
+def {name}(self, {signature}, backend=None, _frozen=None):
     if is_compiling():
         return through_node(self, ({tensors},), ({options}), backend)
     grad = grad_enabled()
@@ -72,6 +72,7 @@ def install(op: Op[Any]) -> None:
         whole = " and ".join(f"{n} is not None" for n in optional)
         given = f"{given} if {whole} else [t for t in {given} if t is not None]"
     text = _ENTRY.format(
+        name=op.name,  # what Python calls it in its own errors
         signature=_signature(op),
         tensors=", ".join(op.tensors),
         options="".join(f"{n}, " for n in op.options),
@@ -116,7 +117,7 @@ def install(op: Op[Any]) -> None:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), scope)
     shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
-    op.__class__ = type(op.name, (Op,), {"__call__": scope["__call__"], "__slots__": (), **shown})
+    op.__class__ = type(op.name, (Op,), {"__call__": scope[op.name], "__slots__": (), **shown})
     node.define(op, dispatch.run_node)
 
 

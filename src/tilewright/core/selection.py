@@ -178,7 +178,9 @@ def _choose(
     fitting = [c for c in candidates if c.fits]
     asked = [c for c in fitting if c.backend == wanted]
     if backend is not None:
-        return (asked[0], "pinned by backend=") if asked else (None, f"{backend} cannot take this call")
+        if asked:
+            return asked[0], "pinned by backend="
+        return None, f"none: {backend} cannot take this call, which raises NoKernel"
     if asked:
         return asked[0], "preferred by tw.use or TILEWRIGHT_BACKEND"
     if not fitting:
