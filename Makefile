@@ -46,7 +46,8 @@ clean:
 	rm -rf $(VENV) build dist site
 
 # torch comes first and alone. The extra index makes a CPU build win (2.13.0+cpu sorts above 2.13.0); where that index
-# cannot be reached pip only warns, and takes what the configured index has. Its dependencies come with ours, below.
+# cannot be reached pip only warns, and takes what the configured index has. Its dependencies come with ours, below. A
+# CUDA wheel of 2.13 wants another Triton than the one that the tests pin: pip then puts torch 2.11 in its place.
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; try: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "making $(VENV) with $(TORCH)"

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.core import registry
 from tilewright.core.call import Call
 from tilewright.core.capability import Capability
 from tilewright.core.kernel import Kernel
@@ -131,6 +132,13 @@ def gradient_missing_a_term(
     )
 
 
+def bias_in_the_weights_dtype(x: Any, weight: Any, bias: Any, *, eps: float, saving: bool) -> tuple[Any, ...]:
+    """Reads the bias as if its dtype were the weight's, as a kernel with one type for its parameters does."""
+    if weight is not None and bias is not None and weight.itemsize < bias.itemsize:
+        bias = bias.contiguous().view(weight.dtype)[: bias.shape[0]]
+    return tuple(registry.op("layer_norm").define({"x": x, "weight": weight, "bias": bias}, {"eps": eps}, saving))
+
+
 TRITON_FAULTS = (
     "wrong eps",
     "last column dropped",
@@ -174,6 +182,7 @@ FUNCTION_FAULTS = {
     "wrong stream": ("rms_norm", "wrong_stream"),
     "input changed": ("rms_norm", "changes_input"),
     "output rule broken": ("rms_norm", "breaks_the_output_rule"),
+    "bias in the weight's dtype": ("layer_norm", "bias_in_the_weights_dtype"),
     "gradient missing a term": ("rms_norm_backward", "gradient_missing_a_term"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import tilewright as tw
@@ -17,6 +19,8 @@ from tilewright.bench.engine import bench
 from tilewright.bench.measure import MAX_SETS, duel, interval, rotation, sample, spread
 from tilewright.bench.peers import peers_of
 from tilewright.bench.problems import input_bytes, problems
+from tilewright.bench.report import render
+from tilewright.bench.results import Report
 from tilewright.core import registry
 from tilewright.core.capability import Capability
 from tilewright.core.errors import InvalidArgument, UnknownName
@@ -148,6 +152,24 @@ def test_rows_hold_the_schema_and_nothing_of_the_caller_changes() -> None:
     assert rows["reference", "forward"]["bytes"] == 2 * M * C * 4 + C * 4
 
 
+def test_a_table_says_what_was_measured() -> None:
+    """A CPU has no clock of kernels; the same report from a GPU has one, and no note of its lack."""
+    report = bench(["l2_norm"], shapes=[(M, C)], backends=["reference"], passes=["forward"], device="cpu")
+    here = printed(report)
+    assert "function us" in here and "no clock of kernels" in here and "kernel us" not in here
+    report.device = {**report.device, "multiprocessors": 132}
+    there = printed(report)
+    assert "kernel us" in there and "function us" not in there and "no clock" not in there
+    for text in (here, there):
+        assert "of copy" in text and "of limit" not in text
+
+
+def printed(report: Report) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    render(report, console)
+    return console.export_text()
+
+
 def half_wrong(x: Tensor, *, eps: float, saving: bool) -> list[Tensor]:
     """A kernel whose second half of the columns is off by a little: it looks right and is fast."""
     y, rstd = tw.l2_norm.define({"x": x}, {"eps": eps}, True)
@@ -181,7 +203,8 @@ def test_a_red_kernel_gets_no_time(red_kernel: Kernel) -> None:
 
 
 def test_torch_as_a_peer_computes_the_same_and_an_impostor_is_found_out() -> None:
-    for problem in problems([], shapes=[(M, C)], dtypes=[torch.float32], device=CPU):
+    found = problems([], shapes=[(M, C)], dtypes=[torch.float32], device=CPU)
+    for problem in [p for p in found if "torch" in {peer.name for peer in peers_of(p.owner)}]:
         peers = {p.name: p for p in peers_of(problem.owner)}
         sets = [problem.inputs(0)]
         runs = peers["torch"].runs(problem, sets)

@@ -117,6 +117,47 @@ def test_folders_are_private(cache: Cache) -> None:
     assert stat.S_IMODE(entry(cache).stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o777])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_directory_that_is_open_to_others_is_closed(
+    cache: Cache, mode: int, reads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.store("evidence", "key", b"payload")
+    cache.root.chmod(mode)
+    later = Cache(cache.root)
+    assert later.load("evidence", "key") == b"payload" if reads else later.store("times", "key", b"") is None
+    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
+    assert not caplog.records
+
+
+def test_a_directory_that_is_more_than_a_cache_is_left_alone_and_spoken_of_once(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.root.mkdir()
+    (cache.root / "letters").mkdir()
+    cache.root.chmod(0o755)
+    for n in range(3):
+        cache.store("evidence", f"key {n}", b"payload")
+        assert cache.load("evidence", f"key {n}") == b"payload"
+    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o755
+    (record,) = caplog.records
+    assert "has mode 755 and holds more than this cache" in record.message
+
+
+def test_a_directory_of_another_user_is_spoken_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only the superuser can make one")
+    cache = Cache(tmp_path / "cache")
+    cache.store("evidence", "key", b"payload")
+    os.chown(cache.root, NOBODY, NOBODY)
+    later = Cache(cache.root)
+    for _ in range(3):
+        assert later.load("evidence", "key") == b"payload"
+    (record,) = caplog.records
+    assert f"belongs to user {NOBODY}" in record.message
+    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
+
+
 # Disks that do not take it ----------------------------------------------------------------------------------------
 
 
@@ -198,6 +239,18 @@ def test_a_read_only_folder_still_serves_what_it_holds(caplog: pytest.LogCapture
 
 
 # Size -------------------------------------------------------------------------------------------------------------
+
+
+def test_unwanted_entries_are_dropped_and_so_is_what_cannot_be_read(cache: Cache) -> None:
+    for key in ("old 1", "old 2", "new 1"):
+        cache.store("kind", key, b"payload")
+        cache.store("other", key, b"payload")
+    (cache.root / "kind" / "broken.entry").write_bytes(b"no header")
+    (cache.root / "kind" / "odd.entry").write_bytes(b"[]\n")
+    cache.drop("kind", lambda key: key.startswith("old"))
+    assert [cache.load("kind", key) for key in ("old 1", "old 2", "new 1")] == [None, None, b"payload"]
+    assert all(cache.load("other", key) for key in ("old 1", "old 2", "new 1"))
+    assert len(list(cache.root.glob("kind/*.entry"))) == 1
 
 
 def test_trim_keeps_what_was_used_last(cache: Cache) -> None:

@@ -211,8 +211,9 @@ def wrong_scale(x: torch.Tensor, *, eps: float, saving: bool) -> list[Any]:
 
 def test_interrupt_ends_with_130_and_leaves_no_half_written_file(tmp_path: Path) -> None:
     code = (
-        "import sys\n"
+        "import signal, sys\n"
         "from tilewright import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits that it is ignored
         "print('ready', file=sys.stderr, flush=True)\n"
         "sys.argv = 'tilewright verify --backends vendor --json'.split()\n"
         "cli.main()\n"

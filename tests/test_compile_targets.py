@@ -23,7 +23,10 @@ from tilewright.core.call import TensorFacts
 from tilewright.core.device import target_device
 from tilewright.core.kernel import Kernel
 
-OPS = [op.name for op in registry.ops()]
+OPS = {
+    backend: [op.name for op in registry.ops() if backend in {k.backend for k in registry.kernels_of(op.name)}]
+    for backend in ("triton", "tilelang")
+}
 COLUMNS = (1024, 4096)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Job = tuple[str, str, str, str, bool]
@@ -111,13 +114,13 @@ def _need(backend: str) -> None:
 
 def test_every_triton_kernel_compiles_for_nvidia_and_amd_without_spills(tmp_path: Path) -> None:
     _need("triton")
-    jobs: list[Job] = [("triton", op, "bf16", arch, False) for op in OPS for arch in ("sm_90", "gfx942")]
+    jobs: list[Job] = [("triton", op, "bf16", arch, False) for op in OPS["triton"] for arch in ("sm_90", "gfx942")]
     _judge(_run(jobs, tmp_path), jobs)
 
 
 def test_every_tilelang_kernel_lowers_for_hopper(tmp_path: Path) -> None:
     _need("tilelang")
-    jobs: list[Job] = [("tilelang", op, "bf16", "sm_90", False) for op in OPS]
+    jobs: list[Job] = [("tilelang", op, "bf16", "sm_90", False) for op in OPS["tilelang"]]
     _judge(_run(jobs, tmp_path), jobs)
 
 
@@ -126,7 +129,9 @@ def test_every_tilelang_kernel_lowers_for_hopper(tmp_path: Path) -> None:
 def test_other_dtypes(backend: str, tmp_path: Path) -> None:
     _need(backend)
     archs = ("sm_90", "gfx942") if backend == "triton" else ("sm_90",)
-    jobs: list[Job] = [(backend, op, dtype, arch, False) for op in OPS for dtype in ("fp32", "fp16") for arch in archs]
+    jobs: list[Job] = [
+        (backend, op, dtype, arch, False) for op in OPS[backend] for dtype in ("fp32", "fp16") for arch in archs
+    ]
     _judge(_run(jobs, tmp_path), jobs)
 
 
@@ -139,7 +144,7 @@ def test_full_matrix(backend: str, arch: str, tmp_path: Path, pytestconfig: pyte
     _need(backend)
     if backend == "tilelang" and arch == "gfx942":
         pytest.skip("TileLang programs are compiled for NVIDIA GPUs")
-    jobs: list[Job] = [(backend, op, dtype, arch, True) for op in OPS for dtype in DTYPES]
+    jobs: list[Job] = [(backend, op, dtype, arch, True) for op in OPS[backend] for dtype in DTYPES]
     found = _run(jobs, tmp_path)
     record = pytestconfig.getoption("--record")
     if record:
@@ -147,7 +152,10 @@ def test_full_matrix(backend: str, arch: str, tmp_path: Path, pytestconfig: pyte
         (Path(record) / f"{backend}-{arch}.json").write_text(json.dumps(found, indent=1) + "\n")
     compiled = {tuple(e["job"]) for e in found if "bytes" in e}
     assert compiled == {job[:4] for job in jobs}
-    # a later config may spill where an earlier one does not: it is measured, never the first guess
+    # A later config may spill where an earlier one does not: it is measured, never the first guess. What TileLang's CUDA
+    # source comes to is the CUDA compiler's doing and differs from one to the next: recorded, not refused.
+    if backend == "tilelang":
+        return
     firsts: dict[tuple[Any, ...], str] = {}
     for entry in found:
         if "bytes" in entry:

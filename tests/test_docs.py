@@ -1,11 +1,18 @@
-"""The documentation builds without a warning, its tables are those of the raw results, and its examples are Python."""
+"""The documentation builds without a warning, its tables are those of the raw results, its examples run, and its
+commands are ones that there are.
+
+A Python block is run unless `<!-- excerpt -->` stands above it; the blocks of a page share their names, as in a
+session. CONTRIBUTING's are run by `test_walkthrough.py`.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +20,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.main import get_command
+
+import tilewright  # noqa: F401  declares the ops
+from tilewright import cli
+from tilewright.core import registry
+from tilewright.core.device import device_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,6 +101,75 @@ def test_a_malformed_file_is_named(tmp_path: Path) -> None:
 def test_examples_parse(page: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(block)
+
+
+def _session(page: Path) -> str:
+    """The page's Python, but for its excerpts."""
+    found = re.findall(r"(<!-- excerpt -->\n)?```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return "\n".join(block for excerpt, block in found if not excerpt)
+
+
+def _run(code: str, cache: Path) -> str:
+    """As a reader would, without the interpreter that these tests are run with."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TILEWRIGHT_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False, cwd=cache, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SESSIONS = [page for page in PAGES if page.parent.name == "docs" and _session(page)]
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda p: p.name)
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    _run(_session(page), tmp_path)
+
+
+def test_pages_for_users_have_examples_that_run() -> None:
+    assert {"getting-started.md", "ops.md", "explain.md", "kernels.md"} <= {page.name for page in SESSIONS}
+
+
+def test_every_op_has_its_place_on_the_page_of_ops() -> None:
+    text = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    for op in registry.ops():
+        assert f"`{op.name}" in text, op
+        if op.gradient is not None:
+            assert f"| `{op.name}({', '.join(op.tensors)})` |" in text, "with its tensors, in order"
+            assert f"tw.{op.name}(" in text, "with an example"
+
+
+def test_the_table_that_explain_is_read_from_is_its_own(tmp_path: Path) -> None:
+    """Line by line, but for the name of the processor."""
+    missing = [name for name in registry.backend_names() if registry.backend(name).missing() is not None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} cannot run here, and the table would say so")
+    text = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- output -->\n```\n(.*?)```", text, re.DOTALL)
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None and code is not None
+    here = device_of("cpu")
+    printed = _run(code[1], tmp_path).replace(str(here), "AMD EPYC (x86_64)")
+    assert printed.replace(f"device: {here.arch} ", "device: x86_64 ") == block[1]
+
+
+COMMANDS = [
+    pytest.param(words, page.name != "CONTRIBUTING.md", id=f"{page.name}: {' '.join(words)}")
+    for page in PAGES
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for line in block.splitlines()
+    if (words := shlex.split(line.partition(" > ")[0].removeprefix(".venv/bin/"), comments=True))[:1] == ["tilewright"]
+]
+
+
+@pytest.mark.parametrize(("words", "ops_exist"), COMMANDS)
+def test_commands_are_ones_that_there_are(words: list[str], ops_exist: bool) -> None:
+    """Parsed as the command line would, options and all; not run."""
+    context = get_command(cli.app).commands[words[1]].make_context(words[1], words[2:])
+    named = [context.params.get("op"), *(context.params.get("ops") or ())]
+    if ops_exist:
+        assert set(filter(None, named)) <= {op.name for op in registry.ops()}
 
 
 def test_readme_example_runs() -> None:

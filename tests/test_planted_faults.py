@@ -5,6 +5,7 @@ import torch
 
 import planted
 from tilewright.core import registry
+from tilewright.core.launch import Config
 from tilewright.verify.suite import Result, verify_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,3 +55,20 @@ def test_a_red_case_writes_a_script_that_reproduces_it(device, tmp_path):
     setup += "registry.add_kernels([planted.function_kernel('gradient missing a term')])\n"
     done = subprocess.run([sys.executable, "-c", setup + text], capture_output=True, text=True)
     assert "largest error" in done.stdout, done.stderr
+
+
+def test_scripts_of_other_sources_of_the_kernel_go(device, tmp_path, monkeypatch):
+    from tilewright.verify import script
+    from tilewright.verify.cases import Case
+
+    monkeypatch.setattr(script, "cache_directory", lambda: tmp_path)
+    kernel, other = planted.function_kernel("nondeterministic"), planted.function_kernel("input changed")
+    case = Case("width", "rms_norm", (2,), 8, torch.float32)
+    where = torch.device(device)
+    first = [script.write_script(k, Config(), case, ["wrong"], where) for k in (kernel, other)]
+    second = script.write_script(kernel, Config(), case, ["wrong otherwise"], where)
+    assert set(map(str, (tmp_path / "red").iterdir())) == {*first, second}
+    newer = planted.function_kernel("nondeterministic")
+    newer.__dict__["digest"] = "0123456789abcdef"
+    third = script.write_script(newer, Config(), case, ["wrong"], where)
+    assert set(map(str, (tmp_path / "red").iterdir())) == {first[1], third}

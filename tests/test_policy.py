@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.core import policy, registry
+from tilewright.core import policy, registry, selection
+from tilewright.core.capability import Capability
+from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
 
 W = torch.ones(24)
 
@@ -123,8 +127,6 @@ def seen_backward(dy: Any, x: Any, weight: Any, rstd: Any, dh: Any, *, saving: b
 @pytest.mark.parametrize("node", [False, True])
 def test_backward_keeps_what_forward_found(node: bool) -> None:
     """Backward runs outside of the block, and in another thread, whose own policy says otherwise."""
-    from tilewright.core.kernel import Kernel
-
     kernel = Kernel("rms_norm_backward", "vendor", f"{__name__}:seen_backward", label=f"seen {node}", preference=-50)
     registry.add_kernels([kernel])
     SEEN.clear()
@@ -179,24 +181,102 @@ def test_pinned_backend_never_falls_back_nor_does_its_gradient() -> None:
     assert "x: dtype fp64; takes fp32, fp16, bf16" in str(error.value) and "reference fits" in str(error.value)
     with tw.use(backend="reference"), pytest.raises(tw.NoKernel):
         tw.rms_norm(x.double(), backend="vendor")
-    # forward has a vendor kernel for this call on a CPU, backward has none: an error at backward, no other kernel
-    fits = tw.explain(tw.rms_norm_backward, x.detach(), x.detach(), None, torch.ones(3), backend="vendor").chosen
-    y = tw.rms_norm(x, backend="vendor")
-    if fits is None:
-        with pytest.raises(tw.NoKernel, match=r'rms_norm_backward\(backend="vendor"\)'):
-            y.sum().backward()
-        assert x.grad is None
     tw.layer_norm(x, backend="reference").sum().backward()
     assert x.grad is not None
 
 
-def test_a_pin_reaches_the_gradient_through_the_node() -> None:
+def by_node(x: Tensor, backend: str) -> Tensor:
+    return node_of(x, backend=backend)
+
+
+def by_compiler(x: Tensor, backend: str) -> Tensor:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: tw.rms_norm(x, backend=backend), backend="aot_eager", fullgraph=True)
+    y: Tensor = compiled(x)
+    return y
+
+
+def by_strict_preference(x: Tensor, backend: str) -> Tensor:
+    with tw.use(backend=backend, strict=True, check="never"):
+        return tw.rms_norm(x)
+
+
+WAYS: list[Any] = [tw.rms_norm, by_node, by_compiler, by_strict_preference]
+
+
+@pytest.mark.parametrize("call", WAYS, ids=["direct", "node", "compiled", "strict"])
+def test_a_pin_without_a_gradient_kernel_is_refused_at_forward(call: Any) -> None:
+    """For float32 on a CPU aten has a forward kernel for this call, and none for its gradient."""
     x = torch.randn(3, 24, requires_grad=True)
-    fits = tw.explain(tw.rms_norm_backward, x.detach(), x.detach(), None, torch.ones(3), backend="vendor").chosen
-    y = node_of(x, backend="vendor")
-    if fits is None:
-        with pytest.raises(tw.NoKernel, match=r'rms_norm_backward\(backend="vendor"\)'):
-            y.sum().backward()
+    for _ in range(2):
+        with pytest.raises(tw.NoKernel, match=r'rms_norm_backward\(backend="vendor"\) cannot') as error:
+            call(x, backend="vendor")
+        for part in ("  device: ", "gradient of rms_norm, which this call wants", "Other kernels: "):
+            assert part in str(error.value)
+    with torch.no_grad():
+        assert call(x, backend="vendor").shape == x.shape
+    assert call(x.detach(), backend="vendor").shape == x.shape
+    call(x, backend="reference").sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+def test_a_pin_is_refused_only_for_gradients_that_cannot_be_had() -> None:
+    """aten's layer_norm takes weight and bias together in its gradient, and has no gradient of a residual."""
+    x, w, b = torch.randn(3, 24, requires_grad=True), W.clone(), torch.zeros(24)
+    tw.layer_norm(x, w, b, backend="vendor").sum().backward()
+    assert x.grad is not None
+    with pytest.raises(tw.NoKernel, match=r"layer_norm_backward.*\n  bias: aten wants weight and bias together"):
+        tw.layer_norm(x, w, backend="vendor")
+    told = str(tw.explain(tw.layer_norm, x, w, backend="vendor"))
+    assert "note: such a call raises NoKernel: layer_norm_backward" in told and "weight and bias together" in told
+    assert "raises NoKernel" not in str(tw.explain(tw.layer_norm, x, w, b, backend="vendor"))
+
+
+def only_y(dy: Any, x: Any, weight: Any, rstd: Any, dh: Any, *, saving: bool, **options: Any) -> list[Any]:
+    return list(tw.rms_norm_backward.reference(dy, x, weight, rstd, dh, **options))
+
+
+def only_y_forward(x: Any, residual: Any, weight: Any, *, saving: bool, **options: Any) -> list[Any]:
+    return tw.add_rms_norm.define({"x": x, "residual": residual, "weight": weight}, options, saving)
+
+
+def _takes_no_dh(call: Any) -> Any:
+    if call.has("dh"):
+        yield Reason("dh", "given")
+    if call.needs[1]:
+        yield Reason("needs", "dweight is not computed")
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_an_output_that_may_go_unused_is_no_reason_to_refuse(node: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Kernel("add_rms_norm", "vendor", f"{__name__}:only_y_forward", label=f"y {node}")
+    limits = Capability(limits=(_takes_no_dh,))
+    backward = Kernel("rms_norm_backward", "vendor", f"{__name__}:only_y", limits, label=f"y {node}")
+    registry.add_kernels([forward, backward])
+    x, residual, w = torch.randn(3, 24, requires_grad=True), torch.randn(3, 24), W.clone()
+    try:
+        with tw.use(check="never"):
+            if node:
+                op: Any = torch.ops.tilewright.add_rms_norm
+                options = {"eps": 1e-6, "weight_offset": 0.0}
+            else:
+                op, options = tw.add_rms_norm, {}
+            op(x, residual, w, **options, backend="vendor")[0].sum().backward()
+            assert x.grad is not None
+            weighed: list[Any] = []
+            weigh = selection.weigh
+            monkeypatch.setattr(selection, "weigh", lambda *a, **k: weighed.append(a) or weigh(*a, **k))
+            op(x, residual, w, **options, backend="vendor")
+            assert not weighed, "a plan that is found costs nothing more"
+            y, h = op(x, residual, w, **options, backend="vendor")
+            with pytest.raises(tw.NoKernel, match="dh: given"):
+                (y + h).sum().backward()
+            w.requires_grad_()
+            if not node:  # the node does not know for which tensors a gradient is wanted
+                with pytest.raises(tw.NoKernel, match="dweight is not computed"):
+                    op(x, residual, w, **options, backend="vendor")
+    finally:
+        registry.remove_kernel(forward), registry.remove_kernel(backward)
 
 
 def test_preference_falls_back_with_one_record_a_class(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,9 +287,18 @@ def test_preference_falls_back_with_one_record_a_class(caplog: pytest.LogCapture
         with tw.use(strict=False):
             tw.l2_norm(torch.randn(5, 31))
         told = [r.message for r in caplog.records if "preferred backend cuda" in r.message]
-        assert len(told) == 1 and "l2_norm" in told[0] and " runs" in told[0]
+        assert len(told) == 1 and "l2_norm" in told[0]
+        (reason,) = told[0].split(" runs. ")[1:]
+        assert reason == "it has no kernel of l2_norm"
         tw.l2_norm(torch.randn(5, 32))
     assert len([r for r in caplog.records if "preferred backend cuda" in r.message]) == 2
+
+
+def test_the_record_of_a_fallback_holds_the_backends_own_reasons_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with tw.use(backend="cuda", check="never"):
+        tw.rms_norm(torch.randn(3, 31))
+    (told,) = [r.message for r in caplog.records if "preferred backend cuda" in r.message]
+    assert re.search(r"runs\. cuda: device: \S+ is not supported; needs sm_90 or later$", told), told
 
 
 def test_strict_makes_the_fallback_an_error() -> None:

@@ -27,6 +27,7 @@ def cases(draw: st.DrawFn) -> Case:
     op = draw(st.sampled_from(OPS))
     rows = [n for n in op.tensors if op.probes.dims[n] == "M C"]
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    parameters = list(op.probes.either)
     return Case(
         "random",
         op.name,
@@ -35,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
         dtype,
         dict(draw(st.sampled_from(list(op.probes.options)))),
         draw(st.sampled_from(list(op.probes.absent))),
-        draw(st.sampled_from([None, torch.float32])),
+        dict.fromkeys(sorted(draw(st.sets(st.sampled_from(parameters)))) if parameters else (), torch.float32),
         draw(st.dictionaries(st.sampled_from(rows), st.sampled_from(LAYOUTS), max_size=len(rows))),
         draw(st.sampled_from(["normal", "wild", "large", "offset"])),
         draw(st.integers(0, 1000)),

@@ -442,3 +442,43 @@ def test_evidence_on_disk_is_plain_json(make: Make) -> None:
     assert stored is not None
     (entry,) = json.loads(stored).values()
     assert entry["passed"] is True and entry["cases"] >= 3 and entry["where"] == CPU.arch
+
+
+def test_evidence_of_other_sources_and_compilers_goes_when_new_is_kept(make: Make) -> None:
+    kernel, other = make("quick"), make("slow")
+    mine, theirs = evidence._group(kernel, CPU.arch), evidence._group(other, CPU.arch)
+    older = mine.replace(kernel.digest, "0123456789abcdef")
+    compiler = mine.replace(f" vendor {registry.backend('vendor').version()} ", " vendor 0.0.1 ")
+    elsewhere = evidence._group(kernel, "sm_90")
+    assert len({mine, theirs, older, compiler, elsewhere}) == 5
+    for group in (theirs, older, compiler, elsewhere):
+        disk().store("evidence", group, b"{}")
+    evidence.forget()
+    tw.l2_norm(torch.randn(3, 63))
+    kept = {g for g in (mine, theirs, older, compiler, elsewhere) if disk().load("evidence", g) is not None}
+    assert kept == {mine, theirs, elsewhere}
+
+
+def test_times_that_nothing_can_use_any_more_go_when_new_ones_are_kept(make: Make) -> None:
+    x = torch.randn(3, 64)
+    quick, gone = make("quick"), make("slow")
+    cls = call_class(facts(x), dict(OP.options))
+    pair, stranger = times._pair(quick, Config()), times._pair(gone, Config())
+    registry.remove_kernel(gone)
+    older = pair.replace(quick.digest, "0123456789abcdef")
+    compiler = f"{quick.name} {quick.digest} 0.0.1|"
+    us = {"call_us": 1.0, "kernel_us": 1.0}
+    here, there = f"{CPU.name}|{CPU.driver}", f"another machine|{CPU.driver}"
+    stored = {
+        here: dict.fromkeys((older, compiler, stranger), us),
+        there: dict.fromkeys((pair, older), us),
+        f"{CPU.name}|an older driver": {pair: us},
+        "a third|1": {compiler: us},
+    }
+    disk().store("times", f"l2_norm {cls}", json.dumps(stored).encode())
+    times.forget()
+    record(quick, x, 2.0)
+    kept = {place: set(pairs) for place, pairs in disk().load_json("times", f"l2_norm {cls}").items()}
+    assert kept == {here: {pair, stranger}, there: {pair}}
+    assert times.find(quick, Config(), "l2_norm", cls, CPU) == times.Time(2.0, 2.0, evidence.today())
+    registry.add_kernels([gone])

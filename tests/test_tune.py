@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tilewright as tw
 import toy_kernels
@@ -224,6 +226,28 @@ def test_classes_are_those_that_calls_meet() -> None:
         assert met <= expected
 
 
+def test_each_class_of_an_op_has_a_name_of_its_own() -> None:
+    """One gradient serves two ops: which calls a row is about can be read off it."""
+    for op in registry.ops():
+        found = [classes.variant(s.call) for s in classes.subjects([op], device_of("cpu"), [(4, 32)])]
+        assert len(found) == len(set(found))
+    gradient = [classes.variant(s.call) for s in classes.subjects([tw.rms_norm_backward], device_of("cpu"), [(4, 32)])]
+    assert gradient == ["", "with dh"]
+    x = torch.randn(4, 32, requires_grad=True)
+    odd = tw.explain(tw.layer_norm, x, torch.ones(32), eps=0.5).call
+    assert classes.variant(odd) == "without bias, eps=0.5, training"
+
+
+def printed(report: Any) -> str:
+    from tilewright.cli.tune import _print
+
+    with pytest.MonkeyPatch.context() as patch:
+        console = Console(width=200, record=True, file=io.StringIO())
+        patch.setattr("tilewright.cli.tune.stdout", lambda: console)
+        _print(report)
+    return console.export_text()
+
+
 def test_requests_survive_json() -> None:
     for op in registry.ops():
         for subject in classes.subjects([op], target_device("sm_90")):
@@ -318,10 +342,13 @@ def test_an_interrupted_run_goes_on_where_it_ended(fresh: Path, kernels: list[Ke
     assert not any(alive(pid) for pid in pids if pid is not None), "an interrupted run leaves no worker"
     forget()
     report = tune_toys(calls=subjects)
-    assert [(c.kept, c.rounds > 0, len(c.times)) for c in report.classes] == [(3, False, 3), (0, True, 3)]
+    found = [(c.kept, c.timed, c.rounds > 0, len(c.times)) for c in report.classes]
+    assert found == [(3, 0, False, 3), (0, 3, True, 3)]
     assert report.classes[0].chosen["call_us"].backend
     again = tune_toys(calls=subjects)
-    assert [c.kept for c in again.classes] == [3, 3]
+    assert [(c.kept, c.timed) for c in again.classes] == [(3, 0), (3, 0)]
+    lines = printed(report).splitlines()
+    assert [line.split()[-2:] for line in lines[-2:]] == [["3", "before"], ["3", "now"]]
     assert not list(fresh.glob("*/.new-*"))
 
 
@@ -341,6 +368,7 @@ def test_a_plug_in_of_another_package_is_tuned(tmp_path: Path) -> None:
     (tmp_path / "stranger.py").write_text(Path(toy_kernels.__file__).read_text())
     script = f"""
 import torch
+from rich.console import Console
 from tilewright.core.call import Call
 from tilewright.tune import tune
 from tilewright.tune.rounds import Effort

@@ -65,13 +65,14 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-class ClusterAttribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h (an id, padding to 8, a union of 64 bytes), holding a cluster's size."""
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: an id, padding to 8, a union of 64 bytes."""
 
-    _fields_ = [("id", c_uint32), ("padding", c_uint32), ("size", c_uint32 * 3), ("rest", c_uint32 * 13)]
+    _fields_ = [("id", c_uint32), ("padding", c_uint32), ("words", c_uint32 * 16)]
 
 
 CLUSTER_DIMENSION = 4
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 STREAM_WORD = LaunchConfig.stream.offset // 8
 CONFIG_WORDS = ctypes.sizeof(LaunchConfig) // 8
 
@@ -234,6 +235,7 @@ class Step:
     block: tuple[int, int, int]
     shared: int
     cluster: tuple[int, int, int]
+    pdl: bool
     slots: tuple[int | ctypes._SimpleCData[Any], ...]
 
 
@@ -255,7 +257,8 @@ def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> St
     for axis, size, limit in zip("xyz", launch.grid, (2**31 - 1, 65535, 65535), strict=True):
         if not 0 <= size <= limit:
             raise ValueError(f"{artifact.symbol}: grid {axis} = {size} is outside 0 to {limit}")
-    return Step(artifact.symbol, launch.grid, artifact.block, artifact.shared, artifact.cluster, tuple(slots))
+    geometry = (launch.grid, artifact.block, artifact.shared, artifact.cluster)
+    return Step(artifact.symbol, *geometry, launch.pdl, tuple(slots))
 
 
 def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> ctypes._SimpleCData[Any]:
@@ -287,17 +290,17 @@ def enqueuer(
     """
     used = sorted({slot for step in steps for slot in step.slots if isinstance(slot, int)})
     word = {position: i for i, position in enumerate(used)}
-    attributes = [_cluster(step) for step in steps]
+    attributes = [_attributes(step) for step in steps]
     free: list[tuple[Any, ...]] = []
 
     def new() -> tuple[Any, ...]:  # frames point into `attributes` and the constants of `steps`: this keeps both
         words = (c_uint64 * max(len(used), 1))()
         base = ctypes.addressof(words)
         frame: list[Any] = [words]
-        for step, attribute in zip(steps, attributes, strict=True):
+        for step, own in zip(steps, attributes, strict=True):
             config = LaunchConfig(step.grid, step.block, step.shared)
-            if attribute is not None:
-                config.attributes, config.count = ctypes.addressof(attribute), 1
+            if own is not None:
+                config.attributes, config.count = ctypes.addressof(own), len(own)
             frame.append((c_uint64 * CONFIG_WORDS).from_buffer(config))
             frame.append(
                 (c_void_p * max(len(step.slots), 1))(
@@ -340,10 +343,13 @@ def enqueuer(
     return scope["make"](**space)  # type: ignore[no-any-return]
 
 
-def _cluster(step: Step) -> ClusterAttribute | None:
-    if step.cluster == (1, 1, 1):
-        return None
-    return ClusterAttribute(CLUSTER_DIMENSION, 0, (c_uint32 * 3)(*step.cluster))
+def _attributes(step: Step) -> ctypes.Array[Attribute] | None:
+    found: list[Attribute] = []
+    if step.cluster != (1, 1, 1):
+        found.append(Attribute(CLUSTER_DIMENSION, 0, step.cluster))
+    if step.pdl:
+        found.append(Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+    return (Attribute * len(found))(*found) if found else None
 
 
 class CubinRunner(Runner):

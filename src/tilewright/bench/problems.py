@@ -132,15 +132,11 @@ def problems(
         InvalidArgument: a shape without columns.
     """
     found = []
-    gradients = {op.gradient.op for op in registry.ops() if op.gradient is not None}
     chosen: list[tuple[Op[Any], Iterable[str]]] = []
-    for name in ops or [op.name for op in registry.ops() if op.name not in gradients]:
+    for name in ops or [op.name for op in registry.ops() if not registry.served_by(op.name)]:
         op = registry.op(name)
-        if name in gradients:
-            served = [o for o in registry.ops() if o.gradient is not None and o.gradient.op == name]
-            chosen += [(o, ("backward",)) for o in served]
-        else:
-            chosen.append((op, passes))
+        served = registry.served_by(name)
+        chosen += [(o, ("backward",)) for o in served] or [(op, passes)]
     for op, wanted in chosen:
         for name, shape, usual in _sizes(op, workloads, shapes):
             if not shape or min(shape) < 1:

@@ -9,6 +9,11 @@ from rich.table import Table
 
 from tilewright.bench.results import Report, Row
 
+NO_CLOCK = (
+    "function us: a CPU has no clock of kernels, so this is the host's time of the kernel's function alone. It is "
+    "measured apart from the whole call, and may exceed it by noise."
+)
+
 
 def render(report: Report, console: Console) -> None:
     """One table a problem, after a line on the machine."""
@@ -16,9 +21,12 @@ def render(report: Report, console: Console) -> None:
     versions = "  ".join(f"{name} {version}" for name, version in report.software.items())
     console.print(f"{report.device['name']} ({report.device['arch']})   {rates}", highlight=False)
     console.print(versions, style="dim", highlight=False)
+    clock = "kernel us" if report.kernel_clock else "function us"
     for title, rows in _groups(report.results):
         console.print()
-        console.print(_table(title, rows))
+        console.print(_table(title, rows, clock))
+    if not report.kernel_clock:
+        console.print(NO_CLOCK, style="dim", highlight=False)
 
 
 def _groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -30,11 +38,11 @@ def _groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     yield from found.items()
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[Row], clock: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("kernel", no_wrap=True)
     table.add_column("cache")
-    for name in ("kernel us", "call us", "of limit"):
+    for name in (clock, "call us", "of copy"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("vs best peer (95 %)", no_wrap=True)
     table.add_column("evidence")

@@ -16,8 +16,12 @@ PACKAGES = ("tilewright", "triton", "tilelang", "liger-kernel", "quack-kernels",
 
 @dataclass
 class Row:
-    """One kernel on one problem. Times are None where it has no passing evidence. `sol` is the fraction of the measured
-    copy or matmul rate, None for a hot measurement. `ratio_ci` is the 95 % interval of the peer's time over ours."""
+    """One kernel on one problem. Times are None where it has no passing evidence.
+
+    `kernel_us` is the device's time; on a CPU, which has no clock of kernels, the host's time of the kernel's function
+    alone. `sol`, in tables "of copy", is the fraction of the measured copy rate (of the matmul rate where operations
+    take longer), None for a hot measurement. `ratio_ci` is the 95 % interval of the peer's time over ours.
+    """
 
     op: str
     pass_name: str
@@ -91,6 +95,11 @@ class Report:
     peers: list[PeerRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was not measured, and why."""
+
+    @property
+    def kernel_clock(self) -> bool:
+        """Whether kernels were timed by the device itself."""
+        return "multiprocessors" in self.device
 
     def as_json(self) -> dict[str, Any]:
         return {

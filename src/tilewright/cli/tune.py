@@ -79,11 +79,10 @@ def _of_workloads(names: Sequence[str] | None, workloads: Sequence[str], dtypes:
 
 def _print(report: Any) -> None:
     table = Table(title=f"tuned on {report.device}", title_justify="left", box=None, pad_edge=False)
-    for name in ("op", "shape", "dtype", "eager takes", "call us", "captured takes", "kernel us", "timed"):
+    for name in ("op", "shape", "dtype", "eager takes", "call us", "captured takes", "kernel us", "pairs timed"):
         table.add_column(name, no_wrap=True, justify="right" if name.endswith("us") else "left")
     for c in report.classes:
-        op = c.op + (" (training)" if c.saving else "")
-        cells = [op, "x".join(map(str, c.shape)), c.dtype.removeprefix("torch.")]
+        cells = [f"{c.op}  {c.variant}".rstrip(), "x".join(map(str, c.shape)), c.dtype.removeprefix("torch.")]
         for metric in ("call_us", "kernel_us"):
             choice = c.chosen.get(metric)
             if choice is None:
@@ -91,6 +90,6 @@ def _print(report: Any) -> None:
                 continue
             took = next((t for t in c.times if (t.kernel, t.config) == (choice.kernel, choice.config)), None)
             cells += [f"{choice.backend} {choice.config}".strip(), f"{getattr(took, metric):.1f}" if took else ""]
-        cells.append(f"{len(c.times)} kernels" if c.times else f"{c.kept} known")
+        cells.append(f"{c.timed} now" if c.timed else f"{c.kept} before")
         table.add_row(*cells)
     stdout().print(table)

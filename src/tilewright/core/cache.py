@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -24,6 +25,8 @@ log = logging.getLogger("tilewright")
 FORMAT = 1
 LIMIT_BYTES = 2 << 30
 """Beyond this the artifacts used longest ago are dropped."""
+KINDS = frozenset({"artifacts", "evidence", "times", "locks", "red"})
+"""The folders that this library makes in its cache directory."""
 LEFTOVER_SECONDS = 24 * 3600.0
 """No write and no build takes this long: older temporary files, and locks without an entry, belong to nobody."""
 
@@ -33,13 +36,14 @@ class Cache:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._told = False
+        self._told = self._looked = False
         self._lock = threading.Lock()
         self.problem = ""
         """Why entries are not kept, for `doctor`; empty when all is well."""
 
     def load(self, kind: str, key: str) -> bytes | None:
         """The payload, or None: absent, truncated, corrupt, of another format or another key."""
+        self._close_to_others()
         try:
             data = self._file(kind, key).read_bytes()
         except FileNotFoundError:
@@ -138,9 +142,23 @@ class Cache:
                 bad += 1
         return count, size, bad
 
-    def trim(self, kind: str = "artifacts", limit: int = LIMIT_BYTES) -> None:
-        """Drop the entries of `kind` used longest ago until the rest fits, and what killed processes left behind."""
-        found = []
+    def drop(self, kind: str, unwanted: Callable[[str], bool]) -> None:
+        """Drop the entries of `kind` whose keys are `unwanted`, those that do not check, and what killed processes left
+        behind."""
+        for path in self.root.glob(f"{kind}/*.entry"):
+            try:
+                with path.open("rb") as file:
+                    header = json.loads(file.readline())
+                if unwanted(str(header["key"])):
+                    path.unlink()
+            except (ValueError, KeyError, TypeError):
+                with_suppressed(path.unlink)
+            except OSError:
+                continue
+        self._sweep(kind)
+
+    def _sweep(self, kind: str) -> None:
+        """Temporary files and locks that belong to nobody."""
         old = time.time() - LEFTOVER_SECONDS
         for path in (*self.root.glob(f"{kind}/.new-*"), *self.root.glob(f"{kind}/*.lock")):
             try:
@@ -148,6 +166,11 @@ class Cache:
                     path.unlink()
             except OSError:
                 continue
+
+    def trim(self, kind: str = "artifacts", limit: int = LIMIT_BYTES) -> None:
+        """Drop the entries of `kind` used longest ago until the rest fits, and what killed processes left behind."""
+        self._sweep(kind)
+        found = []
         for path in self.root.glob(f"{kind}/*.entry"):
             try:
                 facts = path.stat()
@@ -164,7 +187,35 @@ class Cache:
     def _file(self, kind: str, key: str) -> Path:
         return self.root / kind / (hashlib.sha256(key.encode()).hexdigest()[:40] + ".entry")
 
+    def _close_to_others(self) -> None:
+        """Once: a directory that others may enter is closed to them if it is ours alone, and otherwise spoken of.
+
+        What is loaded from it is run. A directory that holds anything else is not touched: it may be a home.
+        """
+        with self._lock:
+            looked, self._looked = self._looked, True
+        if looked:
+            return
+        try:
+            facts = self.root.stat()
+        except OSError:
+            return  # it will be made for the user alone, or whoever needs it will say what is wrong
+        try:
+            if facts.st_uid != os.geteuid():
+                problem = f"belongs to user {facts.st_uid}"
+            elif not facts.st_mode & 0o077:
+                return
+            elif {path.name for path in self.root.iterdir()} <= KINDS:
+                self.root.chmod(0o700)
+                return
+            else:
+                problem = f"has mode {stat.S_IMODE(facts.st_mode):o} and holds more than this cache"
+        except OSError as error:
+            problem = f"cannot be closed to others ({error})"
+        log.warning("cache directory %s %s: what is run from it may not be yours", self.root, problem)
+
     def _folder(self, folder: Path) -> None:
+        self._close_to_others()
         if not folder.is_dir():
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             folder.mkdir(exist_ok=True, mode=0o700)

@@ -45,7 +45,9 @@ def _layout(name: str, facts: TensorFacts, columns: bool) -> str:
     elif facts.column_stride != 1:
         strides = "strided"
     else:
-        strides = f"r{len(facts.row_levels)}v{facts.vector_bytes()}"
+        levels = facts.row_levels
+        rows = "d" if len(levels) == 1 and levels[0][1] == facts.columns else f"r{len(levels)}"
+        strides = f"{rows}v{facts.vector_bytes()}"
     width = facts.columns
     exact = "" if width == _bucket(width) else "-"
     return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.{strides}.c{_bucket(width)}{exact}"

@@ -17,7 +17,8 @@ from tilewright.core import evidence, node, policy, registry, selection
 from tilewright.core.arguments import facts_of, normalise
 from tilewright.core.call import Call
 from tilewright.core.classes import call_class
-from tilewright.core.errors import InvalidArgument, Unsupported
+from tilewright.core.errors import InvalidArgument, NoKernel, Unsupported
+from tilewright.core.gradient import Backward, Frozen
 from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
@@ -33,10 +34,6 @@ _comparer: list[Comparer] = []
 def install_comparer(comparer: Comparer) -> None:
     """What `check="always"` runs after each call: (call, clones of the inputs, outputs)."""
     _comparer[:] = [comparer]
-
-
-Frozen = tuple[Policy, bool]
-"""Policy and determinism as forward found them; backward keeps to them."""
 
 
 def resolve(
@@ -57,7 +54,8 @@ def resolve(
     if wants_grad and op.gradient is None:
         node.refuse_gradient(op)
     now = frozen or (policy.current(), torch.are_deterministic_algorithms_enabled())
-    run, chosen = plan(op, tensors, chosen_options, backend, now, wants_grad, "call_us")
+    wanted = tuple(t is not None and t.requires_grad for t in tensors) if wants_grad else ()
+    run, chosen = plan(op, tensors, chosen_options, backend, now, wants_grad, "call_us", wanted)
     made = _with_gradient(op, run, chosen_options, backend, now) if wants_grad else _without(op, run)
     if len(plans) >= TABLE_LIMIT:
         plans.clear()
@@ -94,12 +92,17 @@ def plan(
     frozen: Frozen,
     saving: bool,
     metric: Metric,
+    wanted: tuple[bool, ...] = (),
 ) -> tuple[Run, Selection]:
-    """Facts, selection, binding. A kernel that fails to compile or load here is marked and the next is tried."""
+    """Facts, selection, binding. A kernel that fails to compile or load here is marked and the next is tried.
+
+    `wanted`: which tensors want a gradient, where `saving` and known.
+    """
     call = facts_of(op, tensors, options, saving, frozen[1])
     capturing = call.device.kind in ("cuda", "hip") and torch.cuda.is_current_stream_capturing()
+    backward = Backward(op, options, backend, frozen) if saving else None
     while True:
-        chosen = _select(call, frozen[0], backend, metric, capturing)
+        chosen = _select(call, frozen[0], backend, metric, capturing, backward, wanted)
         candidate = chosen.chosen
         assert candidate is not None and candidate.config is not None
         with guarded(candidate.kernel, candidate.config, call) as failed:
@@ -114,16 +117,23 @@ def plan(
 _selected: dict[Any, Selection] = {}
 
 
-def _select(call: Call, now: Policy, backend: str | None, metric: Metric, capturing: bool) -> Selection:
+def _select(
+    call: Call, now: Policy, backend: str | None, metric: Metric, capturing: bool,
+    backward: Backward | None, wanted: tuple[bool, ...],
+) -> Selection:  # fmt: skip
     """The second level of the memo: by call class."""
+    pinned = backward is not None and backward.pinned is not None
     defaults = dict(registry.op(call.op).options)
     key = (
         call_class(call, defaults), call.op, call.device, backend, now, metric, evidence.epoch[0],
-        tuple(f is not None and f.numel == 0 for f in call.tensors.values()),
+        (wanted if pinned else (), tuple(f is not None and f.numel == 0 for f in call.tensors.values())),
     )  # fmt: skip
     found = _selected.get(key)
     if found is None:
         found = selection.select(call, now, backend=backend, metric=metric, capturing=capturing)
+        refused = backward.refusal(call, wanted) if backward is not None else ""
+        if refused:  # here and not in backward: a pin never falls back, and the caller is still there to be told
+            raise NoKernel(refused)
         if len(_selected) >= TABLE_LIMIT:
             _selected.clear()
         _selected[(*key[:-2], found.epoch, key[-1])] = found
@@ -146,57 +156,6 @@ def _compared(run: Run, call: Call) -> Run:
         return outputs
 
     return compared
-
-
-class Backward:
-    """What forward froze for its gradient: which tensors to keep, and how to call the backward op."""
-
-    def __init__(self, op: Op[Any], options: dict[str, Any], backend: str | None, frozen: Frozen) -> None:
-        gradient = op.gradient
-        assert gradient is not None
-        self.op, self.gradient, self.backend, self.frozen = op, gradient, backend, frozen
-        self.backward: Op[Any] = registry.op(gradient.op)
-        self.outputs = len(op.out)
-        names = [*op.tensors, *op.out, *op.saved]
-        self.keep = [names.index(name) for name in gradient.takes.values()]
-        # The backward op's tensors as indices into (upstream gradients, kept tensors, None).
-        upstream = {param: list(op.out).index(out) for out, param in gradient.grads.items()}
-        kept = {param: self.outputs + place for place, param in enumerate(gradient.takes)}
-        self.places = [{**upstream, **kept}.get(n, -1) for n in self.backward.tensors]
-        self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
-        results = list(self.backward.out)
-        self.sources = [
-            results.index(gradient.gives[n]) if n in gradient.gives else None for n in op.tensors
-        ]  # fmt: skip
-        self._needs: dict[tuple[bool, ...], tuple[bool, ...]] = {}
-
-    def needs(self, wanted: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Which outputs of the backward op these inputs want."""
-        found = self._needs.get(wanted)
-        if found is None:
-            asked = {s for s, w in zip(self.sources, wanted, strict=True) if w and s is not None}
-            found = self._needs[wanted] = tuple(i in asked for i in range(len(self.backward.out)))
-        return found
-
-    def __call__(self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], node: bool) -> list[Any]:
-        """Gradients of the op's tensors, None where not wanted."""
-        if all(g is None for g in grads):
-            return [None] * len(self.sources)
-        every = (*grads, *kept, None)
-        tensors = [every[i] for i in self.places]
-        options = dict(self.options)
-        if self.backward.may_skip:
-            options["needs"] = self.needs(wanted)
-        if node:
-            with policy.restored(self.frozen[0]):
-                found = call_node(self.backward, tensors, options, self.backend)
-        else:
-            found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = (found,) if isinstance(found, Tensor) else found
-        return [
-            results[source] if want and source is not None else None
-            for source, want in zip(self.sources, wanted, strict=True)
-        ]
 
 
 class _Apply(torch.autograd.Function):
@@ -242,7 +201,7 @@ def through_node(op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], ba
         if torch._C._are_functorch_transforms_active():
             raise Unsupported(f"{op.name}: torch.func (vmap, grad, jvp) has no rule here; use the reference")
         _refuse_tangents(op, tensors)
-    return call_node(op, tensors, dict(zip(op.options, options, strict=True)), backend)
+    return node.call(op, tensors, dict(zip(op.options, options, strict=True)), backend)
 
 
 def _refuse_tangents(op: Op[Any], tensors: Sequence[Any]) -> None:
@@ -254,12 +213,6 @@ def _refuse_tangents(op: Op[Any], tensors: Sequence[Any]) -> None:
             raise Unsupported(
                 f"{op.name}: {name} has a forward-mode tangent, which has no rule here; use the reference"
             )
-
-
-def call_node(op: Op[Any], tensors: Sequence[Any], options: dict[str, Any], backend: str | None) -> Any:
-    """Call the op's torch.library node and put its outputs into the op's own form."""
-    found = getattr(torch.ops.tilewright, op.name)(*tensors, **node.plain(options), backend=backend)
-    return node.unpack(op, found, tensors, options)
 
 
 def run_node(
@@ -308,5 +261,11 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
         and torch.is_grad_enabled()
         and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     )
-    call = facts_of(op, tensors, chosen, saving, torch.are_deterministic_algorithms_enabled())
-    return selection.weigh(call, policy.current(), backend=backend)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    call = facts_of(op, tensors, chosen, saving, deterministic)
+    found = selection.weigh(call, policy.current(), backend=backend)
+    if saving and found.chosen is not None:
+        wanted = tuple(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+        refused = Backward(op, chosen, backend, (policy.current(), deterministic)).refusal(call, wanted)
+        found.notes += [f"such a call raises NoKernel: {refused}"] if refused else []
+    return found

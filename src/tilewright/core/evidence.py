@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _broken: dict[tuple[str, str, str, str], str] = {}
 _prover: list[Prover] = []
 _isolated: list[Prover] = []
 _lock = threading.Lock()
+_trimmed: set[str] = set()
 epoch = [0]
 """Bumped by whatever may change a selection: new evidence, quarantine, kernels, times. Part of every plan's key."""
 
@@ -70,8 +72,12 @@ def today() -> str:
 
 
 def _group(kernel: Kernel, arch: str) -> str:
-    version = registry.backend(kernel.backend).version()
-    return f"{kernel.name} {kernel.digest} {kernel.backend} {version} {arch}"
+    return f"{_version_of(kernel)}{arch}"
+
+
+def _version_of(kernel: Kernel) -> str:
+    """How the groups of this very source and compiler begin."""
+    return f"{kernel.name} {kernel.digest} {kernel.backend} {registry.backend(kernel.backend).version()} "
 
 
 def _entry(config: Config, layout: str) -> str:
@@ -109,7 +115,21 @@ def record_many(kernel: Kernel, arch: str, verdicts: Mapping[tuple[Config, str],
         for facts in kept.values():
             facts.pop("shipped")
         disk().update("evidence", group, lambda known: known.update(kept))
+        _trim(kernel)
     bump()
+
+
+def _trim(kernel: Kernel) -> None:
+    """Once a process: evidence on disk of other sources of this kernel, or under another compiler, goes."""
+    own = _version_of(kernel)
+    if own not in _trimmed:
+        _trimmed.add(own)
+        disk().drop("evidence", lambda group: speaks_of(kernel, group) and not group.startswith(own))
+
+
+def speaks_of(kernel: Kernel, key: str) -> bool:
+    """Whether a key of evidence or times, which begin with a name and a digest, is of this kernel in any version."""
+    return re.match(f"{re.escape(kernel.name)} [0-9a-f]{{16}} ", key) is not None
 
 
 def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
@@ -153,6 +173,7 @@ def forget() -> None:
     """Drop what this process remembers; files stay."""
     _memory.clear()
     _broken.clear()
+    _trimmed.clear()
     bump()
 
 

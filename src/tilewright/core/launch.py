@@ -85,6 +85,9 @@ class Launch:
     args: Mapping[str, Argument]
     constants: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    pdl: bool = False
+    """Programmatic dependent launch, on Hopper and later: it may start while the launch before it still runs, and its
+    kernel says itself where it waits (`griddepcontrol.wait`), before it touches memory."""
 
 
 def scratches(launches: Sequence[Launch]) -> list[Scratch]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilewright.core import registry
 from tilewright.core.errors import InvalidArgument, NoGradient
 from tilewright.core.op import Op
 
@@ -64,6 +65,12 @@ def unpack(op: Op[Any], found: Any, tensors: Sequence[Any], options: Mapping[str
     return tuple(None if spec is None else next(rest) for spec in specs.values())
 
 
+def call(op: Op[Any], tensors: Sequence[Any], options: Mapping[str, Any], backend: str | None) -> Any:
+    """Call the op's node and put its outputs into the op's own form."""
+    found = getattr(torch.ops.tilewright, op.name)(*tensors, **plain(options), backend=backend)
+    return unpack(op, found, tensors, options)
+
+
 def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
     name = op.name + "_saving" * saving
     _library.define(schema(op, saving))
@@ -98,11 +105,12 @@ class _NodeApply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Op[Any], options: dict[str, Any], backend: str | None, *tensors: Any) -> Any:
         from tilewright.core import policy
-        from tilewright.core.dispatch import Backward
+        from tilewright.core.gradient import Backward
 
         saving = getattr(torch.ops.tilewright, op.name + "_saving")
         with torch._C._AutoDispatchBelowAutograd():
-            results = saving(*tensors, **options, backend=backend)
+            found = saving(*tensors, **options, backend=backend)
+        results = (found,) if isinstance(found, torch.Tensor) else found  # one output, and nothing saved
         frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
         ctx.plan = Backward(op, options, backend, frozen)
         every = (*tensors, *results)
@@ -137,7 +145,7 @@ class _Refuse(torch.autograd.Function):
 
 def refuse_gradient(op: Op[Any]) -> NoReturn:
     """Raise what an op without a gradient says."""
-    if op.name.endswith("_backward"):
+    if registry.served_by(op.name):
         raise NoGradient(f"{op.name} has no gradient: double backward (create_graph=True) is not supported")
     raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")
 
@@ -153,7 +161,7 @@ def _autograd(op: Op[Any]) -> Callable[..., Any]:
                 return below(*inputs, **options, backend=backend)
         if op.gradient is not None:
             return _NodeApply.apply(op, options, backend, *inputs)  # type: ignore[no-untyped-call]
-        if not op.name.endswith("_backward"):
+        if not registry.served_by(op.name):
             refuse_gradient(op)
         found = _Refuse.apply(op, options, backend, *inputs)  # type: ignore[no-untyped-call]
         return list(found) if op.may_skip else found

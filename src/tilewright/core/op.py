@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from tilewright.core import declaration
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
 from tilewright.core.errors import InvalidArgument
@@ -117,7 +118,7 @@ class Op(Generic[R]):
     option_types: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(self.reference)
+        hints = declaration.hints_of(self.reference)
         parameters = inspect.signature(self.reference).parameters.values()
         is_tensor = {p.name: p.kind is not p.KEYWORD_ONLY for p in parameters}
         self.tensors = tuple(name for name, yes in is_tensor.items() if yes)
@@ -127,6 +128,7 @@ class Op(Generic[R]):
         self.__doc__ = self.reference.__doc__
         self.__name__ = self.name
         self.__signature__ = _public_signature(self.reference)
+        declaration.check(self)
 
     # Replaced on a subclass of its own by entry.install(); here so that types and docs see it.
     def __call__(self, *args: Any, backend: str | None = None, **options: Any) -> R:
@@ -214,10 +216,10 @@ def op(*, family: str, **declared: Any) -> Callable[[Callable[..., R]], Op[R]]:
     def declare(reference: Callable[..., R]) -> Op[R]:
         from tilewright.core import entry, registry
 
-        declaration: Op[R] = Op(reference.__name__, family, reference, **declared)
-        entry.install(declaration)
-        registry.add_op(declaration)
-        return declaration
+        made: Op[R] = Op(reference.__name__, family, reference, **declared)
+        entry.install(made)
+        registry.add_op(made)
+        return made
 
     return declare
 

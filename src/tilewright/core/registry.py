@@ -1,7 +1,8 @@
 """The table of ops, kernels and backends, and how third parties add theirs.
 
-Registration is data only: nothing heavy is imported. Packages add kernels through the entry-point group
-`tilewright.kernels`; one that fails to load is kept in `load_failures` and shown, never raised.
+Registration is data only: nothing heavy is imported. Packages add kernels, and ops in the modules that this imports,
+through the entry-point group `tilewright.kernels`; one that fails to load is kept in `load_failures` and shown, never
+raised.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tilewright.core import declaration
 from tilewright.core.backend import Backend
 from tilewright.core.errors import TilewrightError, UnknownName
 from tilewright.core.kernel import Kernel
@@ -45,6 +47,10 @@ def add_op(op: Op[Any]) -> None:
     with _lock:
         if op.name in _ops:
             raise TilewrightError(f"op {op.name!r} is declared twice")
+        known = {**_ops, op.name: op}
+        for one in known.values():
+            if one.gradient is not None and one.gradient.op in known and op.name in (one.name, one.gradient.op):
+                declaration.check_gradient(one, known[one.gradient.op])
         _ops[op.name] = op
         _kernels[op.name] = [
             # both run the definition, so their digest is that of the module where it stands
@@ -101,12 +107,21 @@ def backend_names() -> list[str]:
 
 def op(name: str) -> Op[Any]:
     if name not in _ops:
+        _load_plugins()  # a plug-in may declare it
+    if name not in _ops:
         raise UnknownName("op", name, sorted(_ops))
     return _ops[name]
 
 
 def ops() -> list[Op[Any]]:
+    """Every op, those of plug-ins included, the library's own first."""
+    _load_plugins()
     return list(_ops.values())
+
+
+def served_by(gradient: str) -> list[Op[Any]]:
+    """The ops that name `gradient` as their gradient; none for an op that is not one."""
+    return [o for o in _ops.values() if o.gradient is not None and o.gradient.op == gradient]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:

@@ -252,16 +252,19 @@ _told: set[tuple[str, str]] = set()
 
 def _tell(selection: Selection, wanted: str | None) -> None:
     """Once a class: a preference that was not met, and the reference serving a GPU call."""
-    chosen = selection.chosen
+    call, chosen = selection.call, selection.chosen
     assert chosen is not None
-    subject = ""
+    subject, told = "", selection.candidates
     if wanted and chosen.backend != wanted:
-        subject = f"{selection.call.op}: preferred backend {wanted} does not take this call"
-    elif selection.call.device.is_gpu and chosen.backend == "reference" and wanted != "reference":
-        subject = f"{selection.call.op}: the reference serves a GPU call"
+        subject = f"{call.op}: preferred backend {wanted} does not take this call"
+        told = [c for c in told if c.backend == wanted]  # its own reasons are what the caller can act on
+    elif call.device.is_gpu and chosen.backend == "reference" and wanted != "reference":
+        subject = f"{call.op}: the reference serves a GPU call"
     if subject and (subject, selection.call_class) not in _told:
         _told.add((subject, selection.call_class))
-        reasons = "; ".join(f"{c.backend}: {c.reasons[0]}" for c in selection.candidates if c.reasons)
+        reasons = (
+            "; ".join(f"{c.backend}: {c.reasons[0]}" for c in told if c.reasons) or f"it has no kernel of {call.op}"
+        )
         log.warning("%s (%s): %s runs. %s", subject, selection.call_class, chosen.backend, reasons)
 
 

@@ -34,7 +34,11 @@ class Time:
 
 
 def _pair(kernel: Kernel, config: Config) -> str:
-    return f"{kernel.name} {kernel.digest} {registry.backend(kernel.backend).version()}|{config}"
+    return f"{_version_of(kernel)}|{config}"
+
+
+def _version_of(kernel: Kernel) -> str:
+    return f"{kernel.name} {kernel.digest} {registry.backend(kernel.backend).version()}"
 
 
 def _place(device: Device) -> str:
@@ -78,12 +82,28 @@ def record_many(
     }
 
     def change(known: dict[str, Any]) -> None:
+        _trim(known, op, device)
         known.setdefault(_place(device), {}).update(facts)
 
     known = _tuned(op, call_class)  # where the disk takes nothing, this process still knows
     for place, pairs in disk().update("times", f"{op} {call_class}", change).items():
         known.setdefault(place, {}).update(pairs)
     evidence.bump()
+
+
+def _trim(known: dict[str, Any], op: str, device: Device) -> None:
+    """Drop what nothing here can use any more: this GPU's times under other drivers, and everywhere those of other
+    sources of a kernel or of other compilers. Kernels that are not here now (of plug-ins) keep theirs."""
+    here = [(kernel, f"{_version_of(kernel)}|") for kernel in registry.kernels_of(op)]
+    for place in list(known):
+        if place.startswith(f"{device.name}|") and place != _place(device):
+            del known[place]
+            continue
+        for pair in list(known[place]):
+            if any(evidence.speaks_of(kernel, pair) and not pair.startswith(own) for kernel, own in here):
+                del known[place][pair]
+        if not known[place]:
+            del known[place]
 
 
 def stale(op: str, call_class: str, device: Device) -> str:

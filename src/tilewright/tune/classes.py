@@ -56,7 +56,7 @@ def subjects(
 
 def variants(op: Op[Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], bool]]:
     """(options, absent tensors, saving) as calls of the op usually come."""
-    callers = [f for f in registry.ops() if f.gradient is not None and f.gradient.op == op.name]
+    callers = registry.served_by(op.name)
     if callers:
         seen = []
         for forward in callers:
@@ -69,6 +69,17 @@ def variants(op: Op[Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], boo
     yield dict(op.options), absent, False
     if op.gradient is not None:
         yield dict(op.options), absent, True
+
+
+def variant(call: Call) -> str:
+    """What tells the call from the op's usual one, for people: "with dh"; "" where nothing does."""
+    op = registry.op(call.op)
+    usual = op.probes.absent[0]
+    given = [n for n in op.tensors if n in usual and call.has(n)]
+    missing = [n for n in op.tensors if n in op.optional and n not in usual and not call.has(n)]
+    parts = ["with " + " and ".join(given)] * bool(given) + ["without " + " or ".join(missing)] * bool(missing)
+    parts += [f"{n}={v}" for n, v in call.options.items() if n != "needs" and v != op.options[n]]
+    return ", ".join([*parts, *["training"] * call.saving])
 
 
 def _as_gradient(op: Op[Any], forward: Op[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

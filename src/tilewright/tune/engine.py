@@ -24,7 +24,7 @@ from tilewright.core.launch import Config
 from tilewright.core.op import Op
 from tilewright.core.policy import Policy
 from tilewright.core.selection import Selection, weigh
-from tilewright.tune.classes import Subject, subjects
+from tilewright.tune.classes import Subject, subjects, variant
 from tilewright.tune.decide import Place
 from tilewright.tune.pool import LIMITS, Limits, Pool, WorkerFailed, alone_on
 from tilewright.tune.report import Choice, ClassReport, PairFailure, PairTime, Report, Stage
@@ -106,7 +106,13 @@ def _tune_class(
     defaults = dict(registry.op(call.op).options)
     cls, layout = call_class(call, defaults), layout_class(call, defaults)
     report = ClassReport(
-        call.op, cls, subject.workload, list(subject.shape), dtype_to_json(subject.dtype), call.saving
+        call.op,
+        cls,
+        subject.workload,
+        list(subject.shape),
+        dtype_to_json(subject.dtype),
+        call.saving,
+        variant(call),
     )
     every = pairs_of(call, backends)
     known = {
@@ -208,7 +214,7 @@ def _measure(
     measured = {(pairs[n].kernel, pairs[n].config): found for n, found in timed.times.items()}
     if measured:
         times.record_many(measured, call.op, cls, call.device)
-    report.rounds = timed.rounds
+    report.rounds, report.timed = timed.rounds, len(measured)
     for metric, settled in timed.settled.items():
         pair = pairs[settled.choice]
         report.chosen[metric] = Choice(pair.kernel.backend, str(pair.kernel), str(pair.config), settled.share)
@@ -253,7 +259,9 @@ class _Say:
     def __init__(self, progress: Progress, done: int, total: int, subject: Subject) -> None:
         self.progress, self.done, self.total = progress, done, total
         shape = "x".join(map(str, subject.shape))
-        self.title = f"{subject.call.op} {shape} {dtype_to_json(subject.dtype)}{' saving' * subject.call.saving}"
+        self.title = " ".join(
+            filter(None, [subject.call.op, variant(subject.call), shape, dtype_to_json(subject.dtype)])
+        )
 
     def __call__(self, text: str) -> None:
         self.progress(self.done, self.total, f"{self.title}: {text}")

@@ -45,7 +45,8 @@ class Choice:
 
 @dataclass
 class ClassReport:
-    """One call class. `kept` counts the pairs whose earlier times still hold and were not measured again."""
+    """One call class. `variant` tells it from others of the op and shape. `timed` counts the pairs that this run
+    measured, `kept` those whose earlier times still hold and were not measured again."""
 
     op: str
     call_class: str
@@ -53,9 +54,11 @@ class ClassReport:
     shape: list[int]
     dtype: str
     saving: bool
+    variant: str = ""
     times: list[PairTime] = field(default_factory=list)
     failures: list[PairFailure] = field(default_factory=list)
     chosen: dict[Metric, Choice] = field(default_factory=dict)
+    timed: int = 0
     kept: int = 0
     rounds: int = 0
     seconds: float = 0.0

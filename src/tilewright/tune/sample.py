@@ -19,7 +19,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
-from tilewright.verify.cases import make_inputs
+from tilewright.verify.cases import make_inputs, other_dtypes
 
 SAMPLE_US = 6_000.0
 """About how long the calls of one sample of call time take together."""
@@ -31,17 +31,12 @@ LOOKS = 3
 def inputs_of(call: Call, seed: int) -> list[Tensor | None]:
     """Tensors with exactly the facts of `call`, in the op's order."""
     op = registry.op(call.op)
-    main = next(
-        facts for n in op.tensors if op.probes.dims[n] == "M C" and (facts := call.tensors[n]) is not None
-    )
-    either = next(
-        (f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None and f.dtype != main.dtype), None
-    )
+    main = next(facts for n in op.tensors if op.probes.dims[n] == "M C" and (facts := call.tensors[n]) is not None)
     device = torch.device("cpu") if not call.device.is_gpu else torch.device("cuda", call.device.index)
     made = make_inputs(
         op, main.shape[:-1], main.columns, main.dtype,
         options=call.options, absent=tuple(n for n in op.tensors if call.tensors[n] is None),
-        seed=seed, device=device, either=either,
+        seed=seed, device=device, dtypes=other_dtypes(call),
     )  # fmt: skip
     return [_laid_out(made[n], call.tensors[n]) for n in op.tensors]
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.core import registry
+from tilewright.core.call import Call
 from tilewright.core.op import Op
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -26,7 +28,8 @@ HUGE_STRIDE = (1 << 32) + 64
 
 @dataclass(frozen=True)
 class Case:
-    """One check of an op. `layouts` bend tensors by name ("*" for every row tensor); `values` name a distribution."""
+    """One check of an op. `dtypes` names tensors of another dtype than `dtype`; `layouts` bend tensors by name ("*" for
+    every row tensor); `values` name a distribution."""
 
     name: str
     op: str
@@ -35,7 +38,7 @@ class Case:
     dtype: torch.dtype
     options: Mapping[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
-    either: torch.dtype | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     values: str = "normal"
     seed: int = 0
@@ -43,6 +46,7 @@ class Case:
     def __str__(self) -> str:
         rows = [*self.lead, self.columns]
         extra = [f"{k}={v}" for k, v in {**self.layouts, **self.options}.items()]
+        extra += [f"{n} {str(d).removeprefix('torch.')}" for n, d in self.dtypes.items()]
         extra += [f"no {n}" for n in self.absent] + ([self.values] if self.values != "normal" else [])
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}{rows} {' '.join(extra)}".strip()
 
@@ -52,7 +56,7 @@ def build(case: Case, op: Op[Any], device: torch.device | str = "cpu") -> dict[s
     return make_inputs(
         op, case.lead, case.columns, case.dtype,
         options=case.options, absent=case.absent, seed=case.seed, device=device,
-        either=case.either, layouts=case.layouts, values=case.values,
+        dtypes=case.dtypes, layouts=case.layouts, values=case.values,
     )  # fmt: skip
 
 
@@ -65,12 +69,12 @@ def make_inputs(
     absent: Sequence[str] = (),
     seed: int = 0,
     device: torch.device | str = "cpu",
-    either: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
     layouts: Mapping[str, str] | None = None,
     values: str = "normal",
 ) -> dict[str, Tensor | None]:
     """Seeded inputs of `op` with leading shape `lead` and last dimension `columns`. No global generator advances."""
-    layouts = layouts or {}
+    layouts, dtypes = layouts or {}, dtypes or {}
     found: dict[str, Any] = {}
     for name in op.tensors:
         dims = op.probes.dims[name]
@@ -78,10 +82,9 @@ def make_inputs(
             found[name] = None
             continue
         shape = {"M C": (*lead, columns), "C": (columns,), "M": tuple(lead)}[dims]
-        kind = either if either is not None and name in op.probes.either else dtype
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         rows = dims == "M C"
-        tensor = _values(values if rows else "normal", shape, generator, device).to(kind)
+        tensor = _values(values if rows else "normal", shape, generator, device).to(dtypes.get(name, dtype))
         found[name] = _bend(tensor, _layout_of(name, op, layouts))
     if op.probes.derive is not None:
         given = dict(found)
@@ -92,8 +95,16 @@ def make_inputs(
     return found
 
 
+def other_dtypes(call: Call) -> dict[str, torch.dtype]:
+    """The parameters of `call` that are not in the dtype of its row tensors."""
+    op = registry.op(call.op)
+    main = next(f for n in op.tensors if op.probes.dims[n] == "M C" and (f := call.tensors[n]) is not None)
+    found = {n: f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None}
+    return {n: dtype for n, dtype in found.items() if dtype != main.dtype}
+
+
 def _layout_of(name: str, op: Op[Any], layouts: Mapping[str, str]) -> str:
-    """"*" speaks of row tensors alone."""
+    """The layout asked for; "*" speaks of row tensors alone."""
     return layouts.get(name, layouts.get("*", "") if op.probes.dims[name] == "M C" else "")
 
 
@@ -191,10 +202,17 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         yield Case("empty", lead=lead, columns=64, **base)
     for absent, options in itertools.product(probes.absent, probes.options):
         yield Case("options", **{**base, "absent": absent}, lead=(5,), columns=160, options=options)
-    if probes.either and dtype != torch.float32:
-        for absent in probes.absent:
-            yield Case("fp32 parameters", **{**base, "absent": absent}, lead=(5,), columns=160, either=torch.float32)
     everything: dict[str, Any] = {**base, "absent": min(probes.absent, key=len)}
+    if probes.either and dtype != torch.float32:
+        wide = dict.fromkeys(probes.either, torch.float32)
+        for absent in probes.absent:
+            yield Case("fp32 parameters", **{**base, "absent": absent}, lead=(5,), columns=160, dtypes=wide)
+        # Each alone, so that of any two either is fp32 beside the other in half precision. Wide rows have kernels of
+        # their own.
+        several = (160,) if len(probes.either) > 1 else ()
+        for name, columns in itertools.product(probes.either, (*several, 16384) if size == "full" else several):
+            alone = {name: torch.float32}
+            yield Case("one fp32 parameter", lead=(5,), columns=columns, dtypes=alone, **everything)
     layouts = [
         "padded 8",
         "padded 3",
@@ -205,10 +223,9 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     ]
     for layout in layouts[:5] + layouts[5::3] if size == "tiny" else layouts:
         yield Case("layout", lead=(2, 3, 2), columns=160, layouts={"*": layout}, **everything)
+    upstream = {param for o in registry.served_by(op.name) if o.gradient for param in o.gradient.grads.values()}
     for name in row_tensors:
-        bends = ["padded 1"]
-        bends += ["expanded", "columns"] if op.name.endswith("_backward") and name.startswith("d") else []
-        for layout in bends:
+        for layout in ("padded 1", "expanded", "columns") if name in upstream else ("padded 1",):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
     for name in (n for n in op.tensors if probes.dims[n] == "C"):
         for layout in ("columns", "expanded", "offset 1"):

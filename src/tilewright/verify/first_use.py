@@ -19,7 +19,7 @@ from tilewright.core.errors import CheckFailed
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
-from tilewright.verify.cases import Case, build
+from tilewright.verify.cases import Case, build, other_dtypes
 from tilewright.verify.check import Outcome, add_to_pool, check, judge, judge_pool, truth_of
 from tilewright.verify.script import write_script
 
@@ -75,9 +75,6 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(call.tensors[rows[-1]].rows, 3 if tiny else 257, most)  # type: ignore[union-attr]
-    either = next(
-        (f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None and f.dtype != main.dtype), None
-    )
     layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []
@@ -86,8 +83,8 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
             lead = (count, 1) if any(v == "heads" for v in layouts.values()) else (count,)
             lead = (max(1, count // 2), 2) if len(lead) == 2 else lead
             found.append(
-                Case("first use", call.op, lead, main.columns, main.dtype, dict(call.options), absent, either,
-                     layouts, values, seed=place)
+                Case("first use", call.op, lead, main.columns, main.dtype, dict(call.options), absent,
+                     other_dtypes(call), layouts, values, seed=place)
             )  # fmt: skip
     return found
 

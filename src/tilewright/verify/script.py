@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,18 @@ def write_script(kernel: Kernel, config: Config, case: Case, problems: Sequence[
         path.parent.mkdir(exist_ok=True, mode=0o700)
         path.with_suffix(".new").write_text(text, encoding="utf-8")
         path.with_suffix(".new").replace(path)
+        _drop_others(kernel, path.parent)
     except OSError:
         return ""
     return str(path)
+
+
+def _drop_others(kernel: Kernel, folder: Path) -> None:
+    """Scripts of this kernel's other sources reproduce nothing any more."""
+    for path in folder.glob(f"{kernel.op}-{kernel.backend}-*.py"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError:
+            continue  # another process was here first
+        if text.startswith(f'"""{kernel.name} ') and f"Kernel digest {kernel.digest}." not in text:
+            path.unlink(missing_ok=True)

@@ -38,13 +38,20 @@ def _rows(t: Tensor) -> Tensor:
     return upcast(t).reshape(-1, t.shape[-1])
 
 
+def _met(dy: Tensor | None, *terms: Tensor) -> tuple[Tensor, ...]:
+    """What an upstream gradient multiplies, and the gradient. A missing one is nothing: not zeros, which make NaN of an
+    infinity."""
+    if dy is not None:
+        return *terms, dy
+    return *(torch.zeros_like(t) for t in terms), torch.zeros_like(terms[0])
+
+
 def _add_saved_rms(t: dict[str, Any], o: Mapping[str, Any]) -> None:
     t["rstd"] = rms_norm.saved["rstd"].define(t["x"], 1e-6)
 
 
 def _scale_rms_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    x, r = t["x"], t["rstd"].unsqueeze(-1)
-    dy = t["dy"] if t.get("dy") is not None else torch.zeros_like(x)
+    x, r, dy = _met(t.get("dy"), t["x"], t["rstd"].unsqueeze(-1))
     w = (t["weight"] + o["weight_offset"]).abs() if t.get("weight") is not None else torch.ones_like(x[..., :1])
     dx = (r * dy * w).abs() + (x * r**3).abs() * (dy * w * x).abs().mean(-1, keepdim=True)
     dx = dx + t["dh"].abs() if t.get("dh") is not None else dx
@@ -103,8 +110,7 @@ def rms_norm_backward(
         (dx, dweight) in the dtypes of x and weight; None where not needed or absent. dweight is summed in float32 in
         an order fixed by the shape.
     """
-    acc, r = _rows(x), rstd.reshape(-1, 1)
-    grad = torch.zeros_like(acc) if dy is None else _rows(dy)
+    acc, r, grad = _met(None if dy is None else _rows(dy), _rows(x), rstd.reshape(-1, 1))
     dx = dweight = None
     if needs[0]:
         dn = grad if weight is None else grad * (upcast(weight) + weight_offset)
@@ -123,8 +129,7 @@ def _add_saved_layer(t: dict[str, Any], o: Mapping[str, Any]) -> None:
 
 
 def _scale_layer_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    x, r = t["x"], t["rstd"].unsqueeze(-1)
-    dy = t["dy"] if t.get("dy") is not None else torch.zeros_like(x)
+    x, r, dy = _met(t.get("dy"), t["x"], t["rstd"].unsqueeze(-1))
     e = (dy * t["weight"] if t.get("weight") is not None else dy).abs()
     n = (x.abs() + x.abs().mean(-1, keepdim=True)) * r
     dx = r * (e + e.mean(-1, keepdim=True) + n * (e * n).mean(-1, keepdim=True))
@@ -189,8 +194,7 @@ def layer_norm_backward(
         are in float32 in an order fixed by the shape.
     """
     r = rstd.reshape(-1, 1)
-    n = (_rows(x) - mean.reshape(-1, 1)) * r
-    grad = torch.zeros_like(n) if dy is None else _rows(dy)
+    n, r, grad = _met(None if dy is None else _rows(dy), (_rows(x) - mean.reshape(-1, 1)) * r, r)
     dx = dweight = dbias = dpre_bias = None
     if needs[0] or (needs[3] and pre_bias is not None):
         e = grad if weight is None else grad * upcast(weight)

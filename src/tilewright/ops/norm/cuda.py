@@ -156,6 +156,7 @@ def _backward(call: Call, config: Config, *, centered: bool) -> tuple[Launch, ..
         {"partial": partial, **{f"output{i}": facts for i, facts in enumerate(outputs)}, "parts": clusters},
         {"COLUMNS": x.columns, **{f"OUTPUT{i}": TYPES[facts.dtype] for i, facts in enumerate(outputs)}},
         {"block": 512},
+        pdl=True,
     )
     return main, last
 

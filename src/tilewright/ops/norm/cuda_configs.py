@@ -37,14 +37,16 @@ def fits_backward(call: Call) -> Iterable[Reason]:
         yield Reason("x", f"rows of {row_bytes(call.x)} bytes do not fit the registers of {MAX_CLUSTER} blocks")
 
 
-FORWARD_SPREADS = ((1024, 8, 0, 1), (1024, 4, 0, 1), (512, 4, 0, 2), (512, 2, 2, 3), (512, 2, 0, 3), (512, 4, 1, 3))
+FORWARD_SPREADS = (
+    (512, 4, 0, 2), (1024, 8, 0, 1), (256, 8, 0, 2), (1024, 4, 0, 1), (512, 2, 2, 3), (512, 2, 0, 3), (512, 4, 1, 3)
+)  # fmt: skip
 """Threads a block, most packets of 16 bytes a thread, stages, blocks a multiprocessor."""
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
-    """Ways to spread a row, best guess first; empty where none fits."""
+    """Ways to spread a row, over few blocks first: an exchange costs more than it overlaps. Empty where none fits."""
     found = [config for spread in FORWARD_SPREADS if (config := forward_config(call, *spread))]
-    return tuple(dict.fromkeys(found))[:4]
+    return tuple(sorted(dict.fromkeys(found), key=lambda config: config.cluster))[:4]
 
 
 def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas: int) -> Config | None:
@@ -63,14 +65,15 @@ def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas:
     return Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas) if fits else None
 
 
-BACKWARD_SPREADS = ((512, 16, 3, 1), (512, 32, 3, 1), (512, 16, 2, 2), (1024, 16, 3, 1), (256, 32, 4, 1))
+BACKWARD_SPREADS = ((512, 16, 3, 1), (512, 32, 3, 1), (512, 16, 2, 2), (256, 32, 4, 1), (1024, 16, 3, 1))
 """Threads a block, most columns a thread, most stages, blocks a multiprocessor."""
 
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     """Ways to spread a row and its column sums, best guess first; empty where none fits."""
     found = [config for spread in BACKWARD_SPREADS if (config := backward_config(call, *spread))]
-    return tuple(dict.fromkeys(found))[:4]
+    # in pairs of blocks, a second pair on the two multiprocessors hides the first one's exchange
+    return tuple(sorted(dict.fromkeys(found), key=lambda config: (config.cluster, config.ctas) != (2, 2)))[:4]
 
 
 def backward_config(call: Call, threads: int, columns: int, stages: int, ctas: int) -> Config | None:

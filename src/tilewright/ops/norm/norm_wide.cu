@@ -2,10 +2,10 @@
 // defines go with which call is settled in cuda.py; the backward is in norm_wide_backward.cu.
 //
 // A cluster of CLUSTER blocks normalises a row; each block owns a slice of the columns and keeps it, packed, in
-// registers from the one read to the one write. A block meets once for each sum; a cluster exchanges its sums once a
-// row, through distributed shared memory. STAGES = 0: a cluster a row, loads straight into registers, and the overlap
-// comes from other blocks on the multiprocessor. STAGES > 0: clusters stay and walk over the rows, and the copy engine
-// brings the next STAGES rows into shared memory meanwhile.
+// registers from the one read to the one write. A block meets once a row; a cluster exchanges its sums once a row,
+// through distributed shared memory. STAGES = 0: a cluster a row, loads straight into registers, and the overlap comes
+// from other blocks on the multiprocessor. STAGES > 0: clusters stay and walk over the rows, and the copy engine brings
+// the next STAGES rows into shared memory meanwhile.
 //
 // Defines: ELEMENT, WEIGHT, BIAS and PRE_BIAS (fp32, fp16, bf16: the type of x and y, and of each parameter),
 // COLUMNS, VECTOR (elements that one access may take), THREADS, CLUSTER, STAGES, CTAS (blocks a multiprocessor),
@@ -29,6 +29,8 @@ constexpr int PARAMETER_PACKETS =
     PER_THREAD * (HAS_WEIGHT * Parameters<Element, Weight>::COUNT + HAS_BIAS * Parameters<Element, Bias>::COUNT);
 constexpr int ROW_PACKETS = PER_THREAD * (HAS_RESIDUAL && STAGES == 0 ? 2 : 1);
 constexpr bool EARLY = 65536 / (THREADS * CTAS) - 4 * (ROW_PACKETS + PARAMETER_PACKETS) >= 28;
+// Else those of the next packet are fetched before this one is written.
+constexpr bool AHEAD = !EARLY && STAGES == 0;
 static_assert(STAGES == 0 || ALIGNED, "bulk copies need aligned rows");
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0, "sums over a block halve it");
 
@@ -53,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
     float* mean_out, float* rstd_out, long long rows, long long x_stride, long long residual_stride, float eps,
     float weight_offset) {
     extern __shared__ __align__(128) char stages[];
-    __shared__ float sums[2][WARPS][1];
-    __shared__ float squares[2][WARPS][1];
+    __shared__ float sums[2][CENTER ? 1 : WARPS][1];
+    __shared__ Moments moments[2][CENTER ? WARPS : 1];
     __shared__ Exchange<CLUSTER> exchange;
     __shared__ u64 full[STAGES > 0 ? STAGES : 1];
 
@@ -94,22 +96,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
     if constexpr (CLUSTER > 1) cluster_arrive();
     if constexpr (CLUSTER == 1 && STAGES > 0) __syncthreads();
 
-    Parameters<Element, Weight> weights[EARLY ? PER_THREAD : 1];
-    Parameters<Element, Bias> biases[EARLY ? PER_THREAD : 1];
+    constexpr int SLOTS = EARLY ? PER_THREAD : AHEAD ? 2 : 1;  // packets of parameters in registers
+    Parameters<Element, Weight> weights[SLOTS];
+    Parameters<Element, Bias> biases[SLOTS];
     auto parameters = [&](auto& into, const char* from, int packet) {
         into.template load<VECTOR>(from, (first + packet) * N, COLUMNS);
     };
-    auto early_parameters = [&] {
-#pragma unroll
-        for (int v = 0; v < PER_THREAD; v++) {
-            const int packet = v * THREADS + thread;
-            if (packet < count) {
-                if constexpr (HAS_WEIGHT) parameters(weights[v], weight, packet);
-                if constexpr (HAS_BIAS) parameters(biases[v], bias, packet);
-            }
+    auto load_parameters = [&](int v) {
+        const int packet = v * THREADS + thread;
+        if (packet < count) {
+            if constexpr (HAS_WEIGHT) parameters(weights[v % SLOTS], weight, packet);
+            if constexpr (HAS_BIAS) parameters(biases[v % SLOTS], bias, packet);
         }
     };
-    if constexpr (EARLY && STAGES > 0) early_parameters();
+    auto first_parameters = [&] {
+#pragma unroll
+        for (int v = 0; v < (EARLY ? PER_THREAD : AHEAD); v++) load_parameters(v);
+    };
+    if constexpr (EARLY && STAGES > 0) first_parameters();
     if constexpr (CLUSTER > 1 && STAGES > 0) cluster_wait();
 
     u32 number = 0;  // of the row, among those of this cluster
@@ -142,10 +146,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                 }
             }
         }
-        if constexpr (EARLY && STAGES == 0) early_parameters();
+        if constexpr (STAGES == 0) first_parameters();
 
         // ---- add the residual; sum
         float total[1] = {0.0f};
+        Moments own = {0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int v = 0; v < PER_THREAD; v++) {
             const int packet = v * THREADS + thread;
@@ -172,38 +177,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                     Element::unpack(data[v].words, values);
                     store_row(h_row + packet * 16, data[v], size - packet * N);
                 }
+                if constexpr (CENTER) {
+                    total[0] += own.add(values, COLUMNS % N == 0 ? N : min(N, size - packet * N));
+                } else {
 #pragma unroll
-                for (int i = 0; i < N; i++) total[0] += CENTER ? values[i] : values[i] * values[i];
+                    for (int i = 0; i < N; i++) total[0] += values[i] * values[i];
+                }
             }
         }
-        const u32 slot = number & 1;
-        block_sum<THREADS, 1>(total, sums[slot], [&] {
-            // Everybody holds the row in registers: its stage is free.
+        auto meet = [&] {  // everybody holds the row in registers: its stage is free
             if constexpr (STAGES > 0) {
                 if (thread == 0) fetch(row + STAGES * clusters, stage);
             }
-        });
+        };
 
         // ---- mean and rstd, of the slice and then of the row
-        float mean = 0.0f, square = total[0];
+        float mean = 0.0f, square;
         if constexpr (CENTER) {
-            mean = total[0] / (float)max(size, 1);
-            float centred[1] = {0.0f};
-#pragma unroll
-            for (int v = 0; v < PER_THREAD; v++) {
-                const int packet = v * THREADS + thread;
-                if (packet < count) {
-                    float values[N];
-                    Element::unpack(data[v].words, values);
-#pragma unroll
-                    for (int i = 0; i < N; i++) {
-                        float d = values[i] - mean;
-                        if (COLUMNS % N == 0 || packet * N + i < size) centred[0] += d * d;
-                    }
-                }
-            }
-            block_sum<THREADS, 1>(centred, squares[slot], [] {});
-            square = centred[0];
+            const Moments slice = block_moments<THREADS>(own, total[0], moments[number & 1], meet);
+            mean = slice.mean;
+            square = slice.squares;
+        } else {
+            block_sum<THREADS, 1>(total, sums[number & 1], meet);
+            square = total[0];
         }
         if constexpr (CLUSTER > 1) {
             if (STAGES == 0) cluster_wait();  // the others' barriers are ready
@@ -238,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
 #pragma unroll
         for (int v = 0; v < PER_THREAD; v++) {
             const int packet = v * THREADS + thread;
+            if (!EARLY && v + AHEAD < PER_THREAD) load_parameters(v + AHEAD);
             if (packet < count) {
                 float values[N], parameter[N];
                 Element::unpack(data[v].words, values);
@@ -245,14 +242,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                 for (int i = 0; i < N; i++) values[i] = (values[i] - mean) * rstd;
                 if constexpr (CAST_BEFORE_WEIGHT) round_to<Element>(values);
                 if constexpr (HAS_WEIGHT) {
-                    if constexpr (!EARLY) parameters(weights[0], weight, packet);
-                    weights[EARLY ? v : 0].unpack(parameter);
+                    weights[v % SLOTS].unpack(parameter);
 #pragma unroll
                     for (int i = 0; i < N; i++) values[i] *= parameter[i] + weight_offset;
                 }
                 if constexpr (HAS_BIAS) {
-                    if constexpr (!EARLY) parameters(biases[0], bias, packet);
-                    biases[EARLY ? v : 0].unpack(parameter);
+                    biases[v % SLOTS].unpack(parameter);
 #pragma unroll
                     for (int i = 0; i < N; i++) values[i] += parameter[i];
                 }

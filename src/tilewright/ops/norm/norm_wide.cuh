@@ -1,5 +1,5 @@
-// What the kernels for wide rows share: packets of 16 bytes, rounding, sums over a block, the exchange between the
-// blocks of a cluster, and copies in bulk into shared memory. No kernel lives here. sm_90 and later.
+// What the kernels for wide rows share: packets of 16 bytes, rounding, sums and moments over a block, the exchange
+// between the blocks of a cluster, and copies in bulk into shared memory. No kernel lives here. sm_90 and later.
 //
 // It includes nothing, so that NVRTC compiles it without a toolkit's headers.
 #pragma once
@@ -266,6 +266,14 @@ struct Exchange {
     }
 };
 
+// ---- launches that overlap ------------------------------------------------------------------------------------------
+
+// Lets the next launch start when it was launched for that: its blocks take what room there is, and wait.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Waits until the launch before has ended and what it wrote can be seen.
+__device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- sums over a block ----------------------------------------------------------------------------------------------
 
 // Sums `values` over the block, in an order that the block's size fixes; every thread gets the sums. `slots` must not
@@ -288,4 +296,67 @@ __device__ __forceinline__ void block_sum(float (&values)[Count], float (*slots)
 #pragma unroll
         for (int step = WARPS / 2; step > 0; step /= 2) values[i] += __shfl_xor_sync(0xffffffffu, values[i], step);
     }
+}
+
+// Mean of `count` values and the sum of their squared deviations from it. Moments of parts combine without cancellation
+// (Chan, Golub and LeVeque, 1979).
+struct Moments {
+    float mean, squares, count;
+
+    // The sum of squared deviations from another value than the mean.
+    __device__ __forceinline__ float about(float value) const {
+        const float off = mean - value;
+        return squares + count * off * off;  // nothing weighs nothing, however far off
+    }
+    // Adds the first `have` of some values; returns their sum.
+    template <int N>
+    __device__ __forceinline__ float add(const float (&values)[N], int have) {
+        float sum = 0.0f, own = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) sum += i < have ? values[i] : 0.0f;
+        const float more = (float)have, middle = sum / more, off = middle - mean;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float d = values[i] - middle;
+            own += i < have ? d * d : 0.0f;
+        }
+        const float share = more / (count + more);
+        mean += off * share;
+        squares += own + count * share * off * off;
+        count += more;
+        return sum;
+    }
+};
+
+// The moments of a block's values, from each thread's and from its sum, which carries infinities where moments make
+// them NaN. The block meets once. `slots` and `meet` as in `block_sum`.
+template <int Threads, class Meet>
+__device__ __forceinline__ Moments block_moments(const Moments& own, float sum, Moments* slots, Meet meet) {
+    constexpr int WARPS = Threads / 32;
+    constexpr u32 ALL = 0xffffffffu;
+    Moments warp = {sum, 0.0f, own.count};
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        warp.mean += __shfl_xor_sync(ALL, warp.mean, step);
+        warp.count += __shfl_xor_sync(ALL, warp.count, step);
+    }
+    warp.mean = warp.count > 0.0f ? warp.mean / warp.count : 0.0f;
+    warp.squares = own.about(warp.mean);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) warp.squares += __shfl_xor_sync(ALL, warp.squares, step);
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = warp;
+    __syncthreads();
+    meet();
+    warp = slots[threadIdx.x % WARPS];
+    Moments block = {warp.mean * warp.count, 0.0f, warp.count};
+#pragma unroll
+    for (int step = WARPS / 2; step > 0; step /= 2) {
+        block.mean += __shfl_xor_sync(ALL, block.mean, step);
+        block.count += __shfl_xor_sync(ALL, block.count, step);
+    }
+    block.mean = block.count > 0.0f ? block.mean / block.count : 0.0f;
+    block.squares = warp.about(block.mean);
+#pragma unroll
+    for (int step = WARPS / 2; step > 0; step /= 2) block.squares += __shfl_xor_sync(ALL, block.squares, step);
+    return block;
 }

@@ -4,7 +4,8 @@
 // A cluster of CLUSTER blocks walks over rows; each block owns a slice of the columns, and with it the column sums for
 // the weight gradients, in float registers across all its rows. The copy engine brings the next STAGES rows into shared
 // memory. A row is read twice from there: for its sums (which the cluster exchanges) and the weight gradients, then for
-// dx. The column sums leave once a cluster, and `norm_wide_weights` adds up those of all clusters in a fixed order.
+// dx. The column sums leave once a cluster, and `norm_wide_weights`, which is launched meanwhile and waits, adds up those
+// of all clusters in a fixed order.
 //
 // Defines of norm_wide_backward: ELEMENT, WEIGHT (fp32, fp16, bf16), COLUMNS (whole packets of 16 bytes), THREADS,
 // CLUSTER, STAGES, CTAS (blocks a multiprocessor), CENTER, HAS_WEIGHT, HAS_DH, CAST_BEFORE_WEIGHT, NEEDS_DX,
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(32 * ADDERS) norm_wide_weights(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const long long column = (long long)blockIdx.x * 32 + lane;
     float sum = 0.0f;
+    wait_for_launch_before();
     if (column < COLUMNS) {
         const float* from = partial + blockIdx.y * parts * COLUMNS + column;
 #pragma unroll 8
@@ -66,10 +68,13 @@ constexpr int WARPS = THREADS / 32;
 constexpr int STAGE_BYTES = SLICE * 16 * (2 + HAS_DH);     // x, dy, dh
 constexpr bool NEEDS_D = NEEDS_DX || NEEDS_DPRE_BIAS;
 constexpr int SUMS = CENTER ? 2 : 1;
-// The weight stays in registers where those suffice beside the column sums; else it comes from the caches for each row.
-constexpr int KEPT = PER_THREAD * N * (NEEDS_DWEIGHT + NEEDS_DBIAS + NEEDS_DPRE_BIAS);
-constexpr int WEIGHT_PACKETS = PER_THREAD * Parameters<Element, Weight>::COUNT;
-constexpr bool HOLD = HAS_WEIGHT && 65536 / (THREADS * CTAS) - KEPT - 4 * WEIGHT_PACKETS >= 36;
+// What registers suffice for beside the column sums stays in them: the weight, as float, over all rows; then the row's
+// deviations and e between its two passes. Else both come again, from the caches and from the stage.
+constexpr int VALUES = PER_THREAD * N;
+constexpr int SPARE = (65536 / (THREADS * CTAS) < 255 ? 65536 / (THREADS * CTAS) : 255) - 40 -
+                      VALUES * (NEEDS_DWEIGHT + NEEDS_DBIAS + NEEDS_DPRE_BIAS);
+constexpr bool HOLD_WEIGHT = HAS_WEIGHT && SPARE >= VALUES;
+constexpr bool HOLD_ROW = NEEDS_D && SPARE - HOLD_WEIGHT * VALUES >= 2 * VALUES;
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0, "sums over a block halve it");
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
@@ -81,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
     __shared__ Exchange<CLUSTER> exchange;
     __shared__ u64 full[STAGES];
 
+    launch_dependents();
     const int thread = threadIdx.x;
     const int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
     const int first = rank * SLICE;  // packet
@@ -111,11 +117,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
     __syncwarp();
     if constexpr (CLUSTER > 1) cluster_arrive();
 
-    Parameters<Element, Weight> weights[HOLD ? PER_THREAD : 1];
-    auto load_weight = [&](Parameters<Element, Weight>& into, int packet) {
-        into.template load<N>(weight, (first + packet) * N, COLUMNS);
+    float weights[HOLD_WEIGHT ? PER_THREAD : 1][N];
+    auto load_weight = [&](float (&into)[N], int packet) {
+        Parameters<Element, Weight> found;
+        found.template load<N>(weight, (first + packet) * N, COLUMNS);
+        found.unpack(into);
+#pragma unroll
+        for (int i = 0; i < N; i++) into[i] += weight_offset;
     };
-    if constexpr (HOLD) {
+    if constexpr (HOLD_WEIGHT) {
 #pragma unroll
         for (int v = 0; v < PER_THREAD; v++) {
             if (v * THREADS + thread < count) load_weight(weights[v], v * THREADS + thread);
@@ -126,14 +136,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
     float dbias[NEEDS_DBIAS ? PER_THREAD : 1][N] = {};
     float dpre_bias[NEEDS_DPRE_BIAS ? PER_THREAD : 1][N] = {};
 
-    // dy times weight, for one packet; `g` holds dy on entry.
+    // Of packet `v` of the staged row: deviations from the mean, and dy.
+    auto read = [&](const char* staged, int v, float mean, float (&d)[N], float (&g)[N]) {
+        const int packet = v * THREADS + thread;
+        Element::unpack(load_shared(staged + packet * 16).words, d);
+        Element::unpack(load_shared(staged + (SLICE + packet) * 16).words, g);
+        if constexpr (CENTER) {
+#pragma unroll
+            for (int i = 0; i < N; i++) d[i] -= mean;
+        }
+    };
+    // e = dy times weight; `g` holds dy on entry.
     auto times_weight = [&](float (&g)[N], int v) {
         if constexpr (HAS_WEIGHT) {
-            float w[N];
-            if constexpr (!HOLD) load_weight(weights[0], v * THREADS + thread);
-            weights[HOLD ? v : 0].unpack(w);
+            if constexpr (!HOLD_WEIGHT) load_weight(weights[0], v * THREADS + thread);
 #pragma unroll
-            for (int i = 0; i < N; i++) g[i] *= w[i] + weight_offset;
+            for (int i = 0; i < N; i++) g[i] *= weights[HOLD_WEIGHT ? v : 0][i];
         }
     };
 
@@ -159,32 +177,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
 
         // ---- the row's sums, and its share of the weight gradients
         float sums[SUMS] = {};
+        float row_d[HOLD_ROW ? PER_THREAD : 1][N], row_e[HOLD_ROW ? PER_THREAD : 1][N];
 #pragma unroll
         for (int v = 0; v < PER_THREAD; v++) {
-            const int packet = v * THREADS + thread;
-            if (packet < count) {
-                float n[N], g[N];
-                Element::unpack(load_shared(staged + packet * 16).words, n);
-                Element::unpack(load_shared(staged + (SLICE + packet) * 16).words, g);
-#pragma unroll
-                for (int i = 0; i < N; i++) n[i] = CENTER ? (n[i] - mean) * rstd : n[i] * rstd;
+            if (v * THREADS + thread < count) {
+                float(&d)[N] = row_d[HOLD_ROW ? v : 0];
+                float(&g)[N] = row_e[HOLD_ROW ? v : 0];
+                read(staged, v, mean, d, g);
                 if constexpr (NEEDS_DBIAS) {
 #pragma unroll
                     for (int i = 0; i < N; i++) dbias[v][i] += g[i];
                 }
                 if constexpr (NEEDS_DWEIGHT) {
-                    float seen[N];  // what the weight was multiplied with
+                    float n[N];  // what the weight was multiplied with
 #pragma unroll
-                    for (int i = 0; i < N; i++) seen[i] = n[i];
-                    if constexpr (CAST_BEFORE_WEIGHT) round_to<Element>(seen);
+                    for (int i = 0; i < N; i++) n[i] = d[i] * rstd;
+                    if constexpr (CAST_BEFORE_WEIGHT) round_to<Element>(n);
 #pragma unroll
-                    for (int i = 0; i < N; i++) dweight[v][i] += g[i] * seen[i];
+                    for (int i = 0; i < N; i++) dweight[v][i] += g[i] * n[i];
                 }
                 if constexpr (NEEDS_D) {
                     times_weight(g, v);
 #pragma unroll
                     for (int i = 0; i < N; i++) {
-                        sums[0] += g[i] * n[i];
+                        sums[0] += g[i] * (d[i] * rstd);
                         if constexpr (CENTER) sums[1] += g[i];
                     }
                 }
@@ -212,21 +228,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide_backward(
             const float along = sums[0] * (1.0f / COLUMNS);  // mean(g n)
             const float level = CENTER ? sums[SUMS - 1] * (1.0f / COLUMNS) : 0.0f;  // mean(g)
 
-            // ---- dx
+            // ---- dx = rstd (e - level - d rstd along)
+            const float slope = rstd * (rstd * along), base = rstd * level;
             char* to = dx + row * ((long long)COLUMNS * Element::bytes) + offset;
 #pragma unroll
             for (int v = 0; v < PER_THREAD; v++) {
                 const int packet = v * THREADS + thread;
                 if (packet < count) {
-                    float n[N], g[N];
-                    Element::unpack(load_shared(staged + packet * 16).words, n);
-                    Element::unpack(load_shared(staged + (SLICE + packet) * 16).words, g);
-                    times_weight(g, v);
-#pragma unroll
-                    for (int i = 0; i < N; i++) {
-                        n[i] = CENTER ? (n[i] - mean) * rstd : n[i] * rstd;
-                        g[i] = CENTER ? rstd * (g[i] - level - n[i] * along) : rstd * (g[i] - n[i] * along);
+                    float(&d)[N] = row_d[HOLD_ROW ? v : 0];
+                    float(&g)[N] = row_e[HOLD_ROW ? v : 0];
+                    if constexpr (!HOLD_ROW) {
+                        read(staged, v, mean, d, g);
+                        times_weight(g, v);
                     }
+#pragma unroll
+                    for (int i = 0; i < N; i++) g[i] = g[i] * rstd - (CENTER ? d[i] * slope + base : d[i] * slope);
                     if constexpr (HAS_DH) {
                         float other[N];
                         Element::unpack(load_shared(staged + (2 * SLICE + packet) * 16).words, other);

@@ -1,8 +1,9 @@
 """How Triton runs the backward of every norm: rows in, dx and one partial row of each weight gradient a program out.
 
-A second, small launch adds the partial rows in a fixed order, so gradients are the same bits every time. Rows too wide
+A second, small launch adds the partial rows in a fixed order, so gradients are the same bits every time. From Hopper on
+it is on the chip before the first one ends: that says early that it may start, and it waits itself (PDL). Rows too wide
 for the registers take a launch of their own for the two sums of a row; the tile kernel then works on column blocks.
-Forward kernels and the tile helpers live in `triton`, the choice of rows and warps in `triton_configs`.
+The forward is in `triton`, what both share in `triton_tiles`, the choice of rows and warps in `triton_configs`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.norm.triton import (
+from tilewright.ops.norm.triton_tiles import (
     has_two_levels,
     load_tile,
     load_weight,
+    mean_of,
+    power_of_2,
     row_arguments,
     row_offsets,
     row_sum,
@@ -58,12 +61,18 @@ def norm_backward_rows(
     DY_UNIT: tl.constexpr, DH_UNIT: tl.constexpr,
     NEEDS_DX: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, NEEDS_DPRE_BIAS: tl.constexpr,
     DOTS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    POWER: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs along axis 0 share the rows, every `num_programs`-th tile each; axis 1 cuts columns if DOTS are given.
 
     With e = dy * w and n the normalised value, D = rstd * (e - mean(e) - n * mean(e * n)) + dh; mean(e) only if CENTER.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    total_columns = CHUNKS * LANES if EVEN and not DOTS else total_columns
+    dy_stride = total_columns if dy_stride is None else dy_stride
+    x_stride = total_columns if x_stride is None else x_stride
+    dh_stride = total_columns if dh_stride is None else dh_stride
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     tiles = tl.cdiv(total_rows, ROWS)
@@ -74,7 +83,7 @@ def norm_backward_rows(
     lane_rows = tl.arange(0, ROWS).to(tl.int64)[:, None, None]
     MASKED: tl.constexpr = ROWS > 1 or not EVEN
     if HAS_WEIGHT and HAS_DY:
-        scale = load_weight(weight, columns, inside, weight_offset, not EVEN, HAS_OFFSET)
+        scale = load_weight(weight, columns, inside, weight_offset, not EVEN, HAS_OFFSET, "evict_last")
     dweight = tl.zeros([ROWS, CHUNKS, LANES], tl.float32)
     dbias = tl.zeros([ROWS, CHUNKS, LANES], tl.float32)
     dpre_bias = tl.zeros([ROWS, CHUNKS, LANES], tl.float32)
@@ -125,14 +134,14 @@ def norm_backward_rows(
                         average = tl.load(dots + total_rows + rows, mask=row_inside, other=0.0)
                     else:
                         product, average = row_sums(scaled * normal, scaled)
-                        product = tl.math.div_rn(product, divisor)
-                        average = tl.math.div_rn(average, divisor)
+                        product = mean_of(product, divisor, POWER)
+                        average = mean_of(average, divisor, POWER)
                     gradient = (scaled - average - normal * product) * root
                 else:
                     if DOTS:
                         product = tl.load(dots + rows, mask=row_inside, other=0.0)
                     else:
-                        product = tl.math.div_rn(row_sum(scaled * normal), divisor)
+                        product = mean_of(row_sum(scaled * normal), divisor, POWER)
                     gradient = (scaled - normal * product) * root
                 if HAS_DH:
                     gradient += total
@@ -162,6 +171,8 @@ def norm_backward_dots(
     INNER: tl.constexpr, DY_UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """mean(e * n), and mean(e) if CENTER, of one row a program: what a column block of the tile kernel cannot know."""
+    dy_stride = total_columns if dy_stride is None else dy_stride
+    x_stride = total_columns if x_stride is None else x_stride
     row = tl.program_id(0).to(tl.int64)
     x_row = row_offsets(row, x_stride, x_outer, x_inner, INNER)
     dy_row = row_offsets(row, dy_stride, dy_outer, dy_inner, INNER)
@@ -175,7 +186,7 @@ def norm_backward_dots(
         value = load_tile(x + x_row + columns, inside, True, "").to(tl.float32)
         scaled = _gradient_tile(dy, dy_row, columns, dy_column, inside, True, DY_UNIT)
         if HAS_WEIGHT:
-            scaled *= load_weight(weight, columns, inside, weight_offset, True, HAS_OFFSET)
+            scaled *= load_weight(weight, columns, inside, weight_offset, True, HAS_OFFSET, "evict_last")
         product += tl.where(inside, scaled * _normalised(value, centre, root, CENTER, STORED), 0.0)
         if CENTER:
             average += scaled
@@ -188,9 +199,11 @@ def norm_backward_dots(
 def sum_partials(
     partials, dweight, dbias, dpre_bias, groups, total_columns,
     NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, NEEDS_DPRE_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """[kinds, groups, C] partial rows to one row of each kind, rounded once. Axis 1 of the grid is the kind."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     kind = tl.program_id(1)
     inside = columns < total_columns
@@ -238,15 +251,14 @@ def _backward(call: Call, config: Config, x: TensorFacts, center: bool, stored: 
     walks = "block" in config
     needs_dots = walks and dy is not None and (call.has("dx") or needed["dpre_bias"])
     dots = Scratch("dots", (2 if center else 1, x.rows)) if needs_dots else None
-    dy_rows: dict[str, Argument] = {
-        **row_arguments("dy", dy, two_levels),
-        "dy_column": dy.column_stride if dy is not None else 1,
-    }
+    pdl = call.device.kind == "cuda" and call.device.sm >= 90 and any(needed.values())
+    divisor = 1 if stored else x.columns
+    dy_rows = {**row_arguments("dy", dy, two_levels), "dy_column": dy.column_stride if dy is not None else None}
     sizes: dict[str, Argument] = {
         "total_rows": x.rows,
         "total_columns": x.columns,
-        "divisor": 1.0 if stored else float(x.columns),
-        "weight_offset": weight_offset,
+        "divisor": float(divisor),
+        "weight_offset": weight_offset or None,
     }
     shared: dict[str, Any] = {
         "HAS_WEIGHT": weight is not None,
@@ -282,7 +294,7 @@ def _backward(call: Call, config: Config, x: TensorFacts, center: bool, stored: 
             {"dy": dy, "x": x, "weight": weight, "mean": mean, "rstd": call.rstd, "dh": dh, "dots": dots,
              "dx": call.tensors.get("dx"), "partials": partials}
             | dy_rows | row_arguments("x", x, two_levels) | row_arguments("dh", dh, two_levels)
-            | {"dh_column": dh.column_stride if dh is not None else 1} | sizes,
+            | {"dh_column": dh.column_stride if dh is not None else None} | sizes,
             {
                 "HAS_DY": dy is not None,
                 "HAS_DH": dh is not None,
@@ -293,25 +305,31 @@ def _backward(call: Call, config: Config, x: TensorFacts, center: bool, stored: 
                 **{f"NEEDS_{name.upper()}": need for name, need in needed.items()},
                 "DOTS": walks,
                 **tile,
+                "POWER": power_of_2(divisor),
                 "STAGES": config.get("stages", 1),
+                "PDL": pdl,
             },
             {"num_warps": config.num_warps, "num_stages": 1},
         )
     )  # fmt: skip
     if partials is not None:
-        launches.append(_sum_launch(call, partials, needed))
+        launches.append(_sum_launch(call, partials, needed, pdl))
     return tuple(launches)
 
 
-def _sum_launch(call: Call, partials: Scratch, needed: dict[str, bool]) -> Launch:
+def _sum_launch(call: Call, partials: Scratch, needed: dict[str, bool], pdl: bool) -> Launch:
+    """All partial rows of a column block in one or two reads, and as many blocks as there are multiprocessors."""
     kinds, groups, columns = partials.shape
-    block = 32 if columns > 1024 else 16
-    rows = min(128, max(16, triton.next_power_of_2(groups)))
+    rows = min(512, max(16, triton.next_power_of_2(groups)))
+    block = min(128, 8192 // rows)
+    while block > 8 and kinds * math.ceil(columns / block) < call.device.multiprocessors * 3 // 4:
+        block //= 2
     return Launch(
         sum_partials,
         (math.ceil(columns / block), kinds, 1),
         {"partials": partials, **{name: call.tensors.get(name) for name in GRADIENTS}, "groups": groups}
         | {"total_columns": columns},
-        {**{f"NEEDS_{name.upper()}": need for name, need in needed.items()}, "ROWS": rows, "COLUMNS": block},
-        {"num_warps": 8, "num_stages": 1},
+        {f"NEEDS_{name.upper()}": need for name, need in needed.items()} | {"ROWS": rows, "COLUMNS": block, "PDL": pdl},
+        {"num_warps": max(1, min(8, rows * block // 512)), "num_stages": 1},
+        pdl=pdl,
     )

@@ -1,7 +1,8 @@
 """How many rows and warps a program of the Triton norm kernels gets, best guess first. Needs no Triton.
 
 Keys: `rows` a tile; `num_warps`; `per_sm` persistent programs a multiprocessor (0: one tile a program); `stages` of the
-loop's pipeline; `late` loads weights after the sums; `block` makes the kernel walk the row that many columns at a time.
+loop's pipeline; `late` loads weights after the sums; `block` makes the kernel walk the row that many columns at a time;
+`few` is for so few rows that the time of one counts: weights are fetched with the row, and the caches get no hints.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     block = power_of_2_at_least(x.columns)
     size = block * x.dtype.itemsize
     centred = call.op in ("layer_norm", "add_layer_norm")
+    residual = "residual" in call.tensors
+    bucket = power_of_2_at_least(x.rows)  # classes of calls tell no more
+    few = bucket <= call.device.multiprocessors
     walking = Config(block=32768 // x.dtype.itemsize, num_warps=16)
     if size > 131072:
         return (walking, Config(block=16384 // x.dtype.itemsize, num_warps=32))
     if size > 65536:
         whole = (_row(16, late=1), _row(32, late=1))
-        return (walking, *whole) if "residual" in call.tensors else (*whole, walking)
+        return (walking, *whole) if residual else (*whole, walking)
     if size > 16384:
         found: tuple[Config, ...] = (_row(16, late=1), _row(8, late=1), _row(32, late=1), _row(32))
         return (found[1], found[0], *found[2:]) if centred else found
     if size > 8192:
-        return (_row(4, late=1), _row(16), _row(8), _row(8, late=1))
+        found = (_row(4, late=1), _row(16), _row(8), _row(8, late=1))
+        return (_row(8, few=1), _row(16, few=1), *found) if few else found
+    if size > 1024 and bucket <= 8 * call.device.multiprocessors:
+        found = (_row(1), _row(2), _row(4), _row(8)) if residual else (_row(4), _row(8), _row(2), _row(1))
+        return (_row(4, few=1), _row(8, few=1), _row(1, few=1), *found) if few else (*found, _row(4, few=1))
     if size > 2048:
         found = (_row(4), _row(8), _row(2), _row(1), _row(4, late=1), _row(16))
         return found if centred or size <= 4096 else (found[1], found[0], *found[2:])
     if size > 1024:
-        if x.rows < 8 * call.device.multiprocessors:
-            return (_row(4), _row(8), _row(1), _row(2))
         found = (
             Config(rows=8, num_warps=8),
             Config(rows=4, num_warps=4),
@@ -47,12 +53,13 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
         return (found[3], found[4], *found[:3]) if centred else found
     # Narrow rows: a warp each, several warps a program, several rows a warp until a thread has 16 bytes.
     rows = max(4, min(512, 8192 // size))
-    return (
+    found = (
         Config(rows=rows, num_warps=4),
         Config(rows=rows * 2, num_warps=4),
         Config(rows=rows * 2, num_warps=8),
         Config(rows=4, num_warps=4),
     )
+    return (Config(rows=4, num_warps=4, few=1), Config(rows=1, num_warps=1, few=1), *found) if few else found
 
 
 def _row(num_warps: int, **more: int) -> Config:
@@ -75,15 +82,15 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
         return (_row(8, per_sm=1, stages=1), _row(16, per_sm=1, stages=1), _row(32, per_sm=1, stages=1), wide[0])
     if size > 8192:
         found: tuple[Config, ...] = (
-            _row(16, per_sm=1, stages=3),
-            _row(16, per_sm=1, stages=4),
+            _row(8, per_sm=1, stages=4),
             _row(32, per_sm=1, stages=3),
+            _row(16, per_sm=1, stages=3),
         )
         return (_row(16, per_sm=1, stages=1), *found) if few else found
     if size > 4096:
         found = (
-            _row(8, per_sm=2, stages=3), _row(4, per_sm=2, stages=3),
-            _row(8, per_sm=1, stages=3), _row(16, per_sm=2, stages=3),
+            _row(4, per_sm=2, stages=3), _row(16, per_sm=2, stages=3),
+            _row(8, per_sm=2, stages=3), _row(8, per_sm=1, stages=3),
         )  # fmt: skip
         return (_row(8, per_sm=2, stages=1), *found) if few else found
     if size > 1024:

@@ -1,0 +1,86 @@
+"""What the declaration of an op must agree on, checked when the module that declares it is imported.
+
+A slip in a name (of a probe, an option, a gradient) would otherwise show at the first call, as a KeyError of the core.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tilewright.core.errors import TilewrightError
+
+if TYPE_CHECKING:
+    from tilewright.core.op import Op
+
+DIMS = ("M C", "C", "M")
+OPTION_TYPES = (float, int, bool, str)
+
+
+def hints_of(reference: Callable[..., Any]) -> dict[str, Any]:
+    """The reference's type hints, which tell tensors that may be None and the types of options.
+
+    Raises:
+        TilewrightError: a parameter has none.
+    """
+    hints = typing.get_type_hints(reference)
+    bare = [name for name in inspect.signature(reference).parameters if name not in hints]
+    if bare:
+        raise _fault(reference.__name__, [f"parameter {name} has no type hint" for name in bare])
+    return hints
+
+
+def check(op: Op[Any]) -> None:
+    """Raises `TilewrightError` naming every name that the op's declaration does not know."""
+    faults = list(_faults(op))
+    if faults:
+        raise _fault(op.name, faults)
+
+
+def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
+    """The same for an op and the op of its gradient, once both are declared."""
+    gradient = op.gradient
+    assert gradient is not None
+    given = {*gradient.grads.values(), *gradient.takes}
+    faults = [
+        *_unknown("gradient.grads and gradient.takes", given, backward.tensors),
+        *_unknown("gradient.gives", gradient.gives.values(), backward.out),
+        *(
+            f"gradient: {backward.name} needs {name}, which neither grads nor takes gives"
+            for name in backward.tensors
+            if name not in given and name not in backward.optional
+        ),
+    ]
+    if faults:
+        raise _fault(op.name, faults)
+
+
+def _faults(op: Op[Any]) -> Iterator[str]:
+    for name, kind in op.option_types.items():
+        if kind not in OPTION_TYPES and typing.get_origin(kind) is not tuple:
+            yield f"option {name} is a {kind}; takes float, int, bool, str or a tuple of bool"
+    probes = op.probes
+    yield from _unknown("probes.dims", probes.dims, op.tensors)
+    yield from (f"probes.dims lacks {name}" for name in op.tensors if name not in probes.dims)
+    yield from (f'probes.dims: "{d}" is none of {", ".join(DIMS)}' for d in probes.dims.values() if d not in DIMS)
+    yield from _unknown("probes.options", {name for chosen in probes.options for name in chosen}, op.options)
+    yield from _unknown("probes.absent", {name for left in probes.absent for name in left}, op.optional)
+    yield from _unknown("probes.either", probes.either, op.tensors)
+    for name, saved in op.saved.items():
+        known = (*op.tensors, *op.options, *op.out)
+        yield from _unknown(f"saved {name}", inspect.signature(saved.define).parameters, known)
+    if op.gradient is not None:
+        yield from _unknown("gradient.grads", op.gradient.grads, op.out)
+        yield from _unknown("gradient.takes", op.gradient.takes.values(), (*op.tensors, *op.out, *op.saved))
+        yield from _unknown("gradient.gives", op.gradient.gives, op.tensors)
+
+
+def _unknown(where: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    listed = list(known)
+    return (f"{where}: {name!r} is none of {', '.join(listed)}" for name in names if name not in listed)
+
+
+def _fault(name: str, faults: list[str]) -> TilewrightError:
+    return TilewrightError(f"the declaration of op {name} does not agree with itself: {'; '.join(faults)}")

@@ -1,0 +1,64 @@
+"""Inputs, results and gradients of any op, for tests that go over every op. Not a test module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright  # noqa: F401  declares the ops
+from tilewright.core import node, registry
+from tilewright.core.op import Op
+from tilewright.verify.cases import make_inputs
+
+C = 24
+OPS = registry.ops()
+DIFFERENTIABLE = [op for op in OPS if op.gradient is not None]
+every_op = pytest.mark.parametrize("op", OPS, ids=str)
+differentiable = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
+
+
+def inputs_of(
+    op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False
+) -> list[Any]:
+    made = list(make_inputs(op, lead, C, dtype).values())
+    if grad:
+        for t in made:
+            t.requires_grad_()
+    return made
+
+
+def listed(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [r for r in results if r is not None]
+
+
+def loss(results: Any) -> Tensor:
+    """A scalar whose gradient differs from element to element."""
+    return sum((r.double() * torch.linspace(0.5, 2, r.numel(), dtype=torch.float64).reshape(r.shape)).sum()
+               for r in listed(results))  # fmt: skip
+
+
+def gradients(call: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss(call(*inputs)), inputs))
+
+
+def same(found: Any, expected: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(list(found), list(expected), equal_nan=True, **tolerance)
+
+
+def node_call(op: Op[Any], inputs: list[Any], saving: bool = False) -> Any:
+    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **node.plain(op.options))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, op: Op[Any], inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.op = op
+        self.parameter = torch.nn.Parameter(inputs[-1].detach().clone())
+        self.width = len(inputs)
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        return listed(self.op(*tensors, self.parameter) if self.width > 1 else self.op(self.parameter * tensors[0]))

@@ -1,0 +1,151 @@
+"""Every op as compilers see it: the node and its fakes, torch.compile and export.
+
+Nothing here knows an op by name except where a test needs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tilewright as tw
+from op_calls import Block, C, differentiable, every_op, gradients, inputs_of, listed, loss, same
+from tilewright.core import node
+from tilewright.core.op import Op
+from tilewright.verify.cases import make_inputs
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# The node -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saving", [False, True])
+@every_op
+def test_opcheck(op: Op[Any], saving: bool) -> None:
+    if saving and op.gradient is None:
+        pytest.skip("has no gradient, so it saves nothing")
+    inputs = inputs_of(op, grad=op.gradient is not None and not saving)
+    torch.library.opcheck(
+        getattr(torch.ops.tilewright, op.name + "_saving" * saving).default, tuple(inputs), node.plain(op.options)
+    )
+
+
+@pytest.mark.parametrize("layout", ["", "swapped", "padded 3"])
+@every_op
+def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str) -> None:
+    for options in op.probes.options:
+        for absent in op.probes.absent:
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                chosen = {**op.options, **options}
+                made = make_inputs(op, (2, 3, 2), C, dtype, chosen, absent, layouts={"*": layout})
+                for saving in (False, True) if op.gradient is not None else (False,):
+                    which = getattr(torch.ops.tilewright, op.name + "_saving" * saving)
+                    real = listed(which(*made.values(), **node.plain(chosen)))
+                    with FakeTensorMode() as mode:
+                        faked = [None if t is None else mode.from_tensor(t) for t in made.values()]
+                        fake = listed(which(*faked, **node.plain(chosen)))
+                        direct = listed(op(*faked, **chosen))
+                    assert [(f.shape, f.dtype, f.stride()) for f in fake] == [
+                        (r.shape, r.dtype, r.stride()) for r in real
+                    ]
+                    assert [f.shape for f in direct] == [r.shape for r in real[: len(direct)]]
+                    inside = {t.untyped_storage().data_ptr() for t in made.values() if t is not None}
+                    outside = [r.untyped_storage().data_ptr() for r in real]
+                    assert not inside & set(outside) and len(outside) == len(set(outside)), "an output is an alias"
+
+
+@every_op
+def test_meta_tensors_give_meta_tensors(op: Op[Any]) -> None:
+    inputs = inputs_of(op)
+    for _ in range(2):  # a plan of the one must not serve the other
+        real, meta = listed(op(*inputs)), listed(op(*[t.to("meta") for t in inputs]))
+        assert all(m.is_meta and not r.is_meta and m.shape == r.shape and m.dtype == r.dtype
+                   for r, m in zip(real, meta, strict=True))  # fmt: skip
+
+
+@every_op
+def test_make_fx_shows_one_node(op: Op[Any]) -> None:
+    inputs = inputs_of(op)
+    for mode in ("fake", "symbolic", "real"):
+        graph = make_fx(lambda *t: listed(op(*t)), tracing_mode=mode)(*inputs)
+        targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+        assert targets[0] == f"tilewright.{op.name}.default"
+        assert all("getitem" in t for t in targets[1:])
+        same(graph(*inputs), listed(op(*inputs)))
+
+
+# torch.compile and export ---------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_full_graph_compile_forward_and_backward(op: Op[Any], fresh: None) -> None:
+    compiled = torch.compile(lambda *t: op(*t), backend="aot_eager", fullgraph=True)
+    if op.gradient is None:
+        inputs = inputs_of(op)
+        same(listed(compiled(*inputs)), listed(op(*inputs)))
+        return
+    inputs = inputs_of(op, grad=True)
+    same(listed(compiled(*inputs)), listed(op(*inputs)))
+    same(gradients(compiled, inputs), gradients(op, inputs))
+    plain = [t.detach() for t in inputs]
+    same(listed(compiled(*plain)), listed(op(*plain)))
+
+
+@differentiable
+def test_dynamic_shapes_do_not_recompile_for_ever(op: Op[Any], fresh: None) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *t: op(*t), backend=counter, fullgraph=True)
+    for rows in (3, 5, 7, 11, 13, 17):
+        inputs = inputs_of(op, (rows,), grad=True)
+        same(gradients(compiled, inputs), gradients(op, inputs))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_graphs_keep_pins_and_follow_the_policy_of_the_run(fresh: None) -> None:
+    x = torch.randn(3, C)
+    pinned = torch.compile(lambda x: tw.rms_norm(x, backend="cuda"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(tw.NoKernel, match=r'rms_norm\(backend="cuda"\)'):
+        pinned(x)
+    free = torch.compile(lambda x: tw.rms_norm(x), backend="aot_eager", fullgraph=True)
+    same([free(x)], [tw.rms_norm(x)])
+    with tw.use(backend="cuda", strict=True), pytest.raises(tw.NoKernel):
+        free(x)
+    same([free(x)], [tw.rms_norm(x)])
+
+
+@pytest.mark.slow
+@differentiable
+def test_inductor_compiles_forward_and_backward(op: Op[Any], fresh: None) -> None:
+    compiled = torch.compile(lambda *t: [r * 2 for r in listed(op(*t))], fullgraph=True)
+    inputs = inputs_of(op, grad=True)
+    same(gradients(compiled, inputs), gradients(lambda *t: [r * 2 for r in listed(op(*t))], inputs))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@differentiable
+def test_exported_programs_run_and_differentiate(op: Op[Any], strict: bool, fresh: None) -> None:
+    inputs = inputs_of(op)
+    block = Block(op, inputs)
+    given = tuple(inputs[:-1]) if len(inputs) > 1 else (torch.ones_like(inputs[0]),)
+    program = torch.export.export(block, given, strict=strict)
+    assert any(f"tilewright.{op.name}" in str(n.target) for n in program.graph.nodes)
+    module = program.module()
+    same(module(*given), block(*given))
+    loss(module(*given)).backward()
+    loss(block(*given)).backward()
+    grads = [p.grad for p in module.parameters()]
+    assert grads[0] is not None
+    same(grads, [p.grad for p in block.parameters()])

@@ -1,0 +1,96 @@
+"""A declaration that does not agree with itself is refused at import, by the name that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.core import declaration, registry
+from tilewright.core.errors import TilewrightError
+from tilewright.core.op import Gradient, Op, Probes, Saved, like, rows_of, upcast
+
+GOOD: dict[str, Any] = {
+    "family": "test",
+    "out": {"y": like("x")},
+    "gradient": Gradient("double_backward", grads={"y": "dy"}, takes={"x": "x"}, gives={"x": "dx"}),
+    "check": lambda call: None,
+    "cost": lambda call: (0, 0),
+    "error_scale": lambda t, o: {"y": t["y"].abs()},
+    "probes": Probes(dims={"x": "M C"}, options=({}, {"factor": 2.0})),
+}
+
+
+def double(x: Tensor, *, factor: float = 2.0) -> Tensor:
+    return (factor * upcast(x)).to(x.dtype)
+
+
+def double_backward(dy: Tensor, x: Tensor, *, factor: float = 2.0) -> Tensor:
+    return (factor * upcast(dy)).to(dy.dtype)
+
+
+def bare(x, *, factor=2.0):  # type: ignore[no-untyped-def]
+    return x * factor
+
+
+def listed(x: Tensor, *, factor: list[float]) -> Tensor:
+    return x * factor[0]
+
+
+def declare(reference: Any = double, **changes: Any) -> Op[Any]:
+    return Op("double", reference=reference, **{**GOOD, **changes})
+
+
+def gradient(**changes: Any) -> dict[str, Any]:
+    facts = {"grads": {"y": "dy"}, "takes": {"x": "x"}, "gives": {"x": "dx"}}
+    return {"gradient": Gradient("double_backward", **{**facts, **changes})}
+
+
+def test_a_good_one_is_taken() -> None:
+    declare()
+    for op in registry.ops():
+        declaration.check(op)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference": bare}, "parameter x has no type hint"),
+        ({"reference": listed}, "option factor is a list"),
+        ({"probes": Probes(dims={})}, "probes.dims lacks x"),
+        ({"probes": Probes(dims={"x": "M C", "z": "C"})}, "probes.dims: 'z' is none of x"),
+        ({"probes": Probes(dims={"x": "M N"})}, '"M N" is none of M C, C, M'),
+        ({"probes": Probes(dims={"x": "M C"}, options=({"scale": 1.0},))}, "'scale' is none of factor"),
+        ({"probes": Probes(dims={"x": "M C"}, absent=(("x",),))}, "probes.absent: 'x'"),
+        ({"probes": Probes(dims={"x": "M C"}, either=("w",))}, "probes.either: 'w' is none of x"),
+        ({"saved": {"s": Saved(rows_of("x"), lambda z: torch.ones(1))}}, "saved s: 'z' is none of x, factor, y"),
+        (gradient(grads={"z": "dy"}), "gradient.grads: 'z' is none of y"),
+        (gradient(takes={"x": "z"}), "gradient.takes: 'z' is none of x, y"),
+        (gradient(gives={"z": "dx"}), "gradient.gives: 'z' is none of x"),
+    ],
+)
+def test_a_wrong_name_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TilewrightError, match="does not agree with itself") as caught:
+        declare(**changes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (gradient(grads={"y": "dz"}), "double_backward needs dy"),
+        (gradient(takes={}), "double_backward needs x"),
+        (gradient(takes={"x": "x", "w": "x"}), "'w' is none of dy, x"),
+        (gradient(gives={"x": "dz"}), "gradient.gives: 'dz' is none of dx"),
+    ],
+)
+def test_the_gradients_side_is_checked_too(changes: dict[str, Any], words: str) -> None:
+    dims = Probes(dims={"dy": "M C", "x": "M C"})
+    backward = declare(double_backward, out={"dx": like("x")}, gradient=None, probes=dims)
+    backward.name = "double_backward"
+    declaration.check_gradient(declare(), backward)
+    with pytest.raises(TilewrightError, match="op double does not agree with itself") as caught:
+        declaration.check_gradient(declare(**changes), backward)
+    assert words in str(caught.value)
