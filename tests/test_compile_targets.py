@@ -152,8 +152,8 @@ def test_full_matrix(backend: str, arch: str, tmp_path: Path, pytestconfig: pyte
         (Path(record) / f"{backend}-{arch}.json").write_text(json.dumps(found, indent=1) + "\n")
     compiled = {tuple(e["job"]) for e in found if "bytes" in e}
     assert compiled == {job[:4] for job in jobs}
-    # A later config may spill where an earlier one does not: it is measured, never the first guess. What TileLang's CUDA
-    # source comes to is the CUDA compiler's doing and differs from one to the next: recorded, not refused.
+    # A later config may spill where an earlier one does not: it is measured, never the first guess. What TileLang's
+    # CUDA source comes to is the CUDA compiler's doing and differs from one to the next: recorded, not refused.
     if backend == "tilelang":
         return
     firsts: dict[tuple[Any, ...], str] = {}
