@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -103,6 +103,8 @@ class Driver:
         self._contexts: dict[int, c_void_p] = {}
         self._lock = threading.Lock()
         self.check("cuInit", self.library.cuInit(0))
+        self.check("cuDriverGetVersion", self.library.cuDriverGetVersion(byref(version := c_int())))
+        self.overlaps = version.value >= 12030  # PDL: older drivers cannot capture it in a graph, and nothing needs it
 
     def check(self, doing: str, code: int, launched: int = 0) -> None:
         if code:
@@ -257,8 +259,8 @@ def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> St
     for axis, size, limit in zip("xyz", launch.grid, (2**31 - 1, 65535, 65535), strict=True):
         if not 0 <= size <= limit:
             raise ValueError(f"{artifact.symbol}: grid {axis} = {size} is outside 0 to {limit}")
-    geometry = (launch.grid, artifact.block, artifact.shared, artifact.cluster)
-    return Step(artifact.symbol, *geometry, launch.pdl, tuple(slots))
+    own = (artifact.block, artifact.shared, artifact.cluster)
+    return Step(artifact.symbol, launch.grid, *own, launch.pdl, tuple(slots))
 
 
 def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> ctypes._SimpleCData[Any]:
@@ -344,11 +346,8 @@ def enqueuer(
 
 
 def _attributes(step: Step) -> ctypes.Array[Attribute] | None:
-    found: list[Attribute] = []
-    if step.cluster != (1, 1, 1):
-        found.append(Attribute(CLUSTER_DIMENSION, 0, step.cluster))
-    if step.pdl:
-        found.append(Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+    found = [Attribute(CLUSTER_DIMENSION, 0, step.cluster)] if step.cluster != (1, 1, 1) else []
+    found += [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))] if step.pdl else []
     return (Attribute * len(found))(*found) if found else None
 
 
@@ -365,7 +364,8 @@ class CubinRunner(Runner):
         if len(positions) != len(names):
             raise ValueError(f"{call.op}: a scratch has the name of a tensor: {names}")
         pairs = [pair for pair in zip(artifacts, launches, strict=True) if 0 not in pair[1].grid]  # nothing to run
-        self.steps = [bind(artifact, launch, positions) for artifact, launch in pairs]
+        on = driver().overlaps
+        self.steps = [bind(a, replace(launch, pdl=launch.pdl and on), positions) for a, launch in pairs]
         self.kernels = [load(artifact, self.index, self) for artifact, _ in pairs]
         self._launch = driver().library.cuLaunchKernelEx
         self._functions = [kernel.function for kernel in self.kernels]
