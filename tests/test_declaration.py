@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewright.core import declaration, registry
 from tilewright.core.errors import TilewrightError
 from tilewright.core.op import Gradient, Op, Probes, Saved, like, rows_of, upcast
+from tilewright.core.op import op as declare_op
 
 GOOD: dict[str, Any] = {
     "family": "test",
@@ -94,3 +95,27 @@ def test_the_gradients_side_is_checked_too(changes: dict[str, Any], words: str) 
     with pytest.raises(TilewrightError, match="op double does not agree with itself") as caught:
         declaration.check_gradient(declare(**changes), backward)
     assert words in str(caught.value)
+
+
+def test_a_refused_declaration_can_be_mended_and_made_again() -> None:
+    """In a notebook: torch, which takes a name once, has not heard of the refused one."""
+    name = "mended_in_a_notebook"
+
+    def make(takes: dict[str, str]) -> Op[Any]:
+        def toy(x: Tensor, *, eps: float = 1.0) -> Tensor:
+            return x * eps
+
+        toy.__name__ = name
+        facts = {"grads": {"y": "dy"}, "takes": takes, "gives": {"x": "dx"}}
+        probes = Probes(dims={"x": "M C"})
+        return declare_op(**{**GOOD, "probes": probes, "gradient": Gradient("l2_norm_backward", **facts)})(toy)
+
+    try:
+        with pytest.raises(TilewrightError, match="l2_norm_backward needs rstd"):
+            make({"y": "y"})
+        assert make({"y": "y", "rstd": "x"}) is registry.op(name)
+        with pytest.raises(TilewrightError, match="is declared twice"):
+            make({"y": "y", "rstd": "x"})
+    finally:
+        registry._ops.pop(name, None)
+        registry._kernels.pop(name, None)

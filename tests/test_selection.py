@@ -435,6 +435,44 @@ def test_plug_ins_load_and_a_failing_one_is_kept_and_shown(tmp_path: Path) -> No
     assert importlib.metadata.version("torch")
 
 
+SLOW_PLUGIN = """
+import time
+from torch import Tensor
+from tilewright.core.op import Probes, like, op
+time.sleep(0.5)
+@op(family="test", out={"y": like("x")}, check=lambda call: None, cost=lambda call: (0, 0),
+    error_scale=lambda t, o: {}, probes=Probes(dims={"x": "M C"}))
+def strange(x: Tensor, *, eps: float = 1.0) -> Tensor:
+    return x * eps
+KERNELS = []
+"""
+TWO_THREADS = """
+    import faulthandler, sys, threading, time
+    faulthandler.dump_traceback_later(60, exit=True)
+    import tilewright
+    from tilewright.core import registry
+    first = registry.ops if sys.argv[1] == "asked" else lambda: __import__("plug_slow")
+    thread = threading.Thread(target=first)
+    thread.start()
+    time.sleep(0.2)
+    print(registry.op("strange"), registry.load_failures)
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("other", ["asked", "imported"])
+def test_threads_wait_for_plug_ins_and_never_for_each_other(other: str, tmp_path: Path) -> None:
+    """One asks for an op while another is loading the plug-in that declares it, or is importing that by hand."""
+    (tmp_path / "plug_slow.dist-info").mkdir()
+    (tmp_path / "plug_slow.py").write_text(SLOW_PLUGIN)
+    (tmp_path / "plug_slow.dist-info" / "METADATA").write_text("Name: plug-slow\nVersion: 1\n")
+    (tmp_path / "plug_slow.dist-info" / "entry_points.txt").write_text("[tilewright.kernels]\ns = plug_slow:KERNELS\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + textwrap.dedent(TWO_THREADS)
+    done = subprocess.run([sys.executable, "-c", code, other], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "<op strange> []\n"
+
+
 def test_evidence_on_disk_is_plain_json(make: Make) -> None:
     kernel = make("quick")
     tw.l2_norm(torch.randn(3, 62))

@@ -217,6 +217,7 @@ def op(*, family: str, **declared: Any) -> Callable[[Callable[..., R]], Op[R]]:
         from tilewright.core import entry, registry
 
         made: Op[R] = Op(reference.__name__, family, reference, **declared)
+        registry.check_op(made)  # before torch hears of it, which takes a name once: a mended declaration must do
         entry.install(made)
         registry.add_op(made)
         return made

@@ -28,7 +28,10 @@ _kernels: dict[str, list[Kernel]] = {}
 _backends: dict[str, str] = {}
 _listeners: list[Callable[[], None]] = []
 _lock = threading.RLock()
-_plugins_loaded = False
+_loading = threading.RLock()
+"""Held while plug-ins are imported, and never asked for under `_lock`: a thread that imports one by hand holds its
+import lock and adds what it declares."""
+_plugins_begun = _plugins_loaded = False
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,19 @@ class LoadFailure:
 load_failures: list[LoadFailure] = []
 
 
+def check_op(op: Op[Any]) -> None:
+    """Raises `TilewrightError` where the op cannot be added to those that are declared."""
+    if op.name in _ops:
+        raise TilewrightError(f"op {op.name!r} is declared twice")
+    known = {**_ops, op.name: op}
+    for one in known.values():
+        if one.gradient is not None and one.gradient.op in known and op.name in (one.name, one.gradient.op):
+            declaration.check_gradient(one, known[one.gradient.op])
+
+
 def add_op(op: Op[Any]) -> None:
     with _lock:
-        if op.name in _ops:
-            raise TilewrightError(f"op {op.name!r} is declared twice")
-        known = {**_ops, op.name: op}
-        for one in known.values():
-            if one.gradient is not None and one.gradient.op in known and op.name in (one.name, one.gradient.op):
-                declaration.check_gradient(one, known[one.gradient.op])
+        check_op(op)
         _ops[op.name] = op
         _kernels[op.name] = [
             # both run the definition, so their digest is that of the module where it stands
@@ -61,10 +69,11 @@ def add_op(op: Op[Any]) -> None:
 
 def add_kernels(kernels: Iterable[Kernel]) -> None:
     """Add declarations of kernels. Their op and backend must exist."""
+    kernels = list(kernels)
+    for kernel in kernels:
+        op(kernel.op)
     with _lock:
-        kernels = list(kernels)
         for kernel in kernels:  # all or none
-            op(kernel.op)
             if kernel.backend not in _backends:
                 raise UnknownName("backend", kernel.backend, backend_names())
             if kernel.name in [k.name for k in (*_kernels[kernel.op], *kernels) if k is not kernel]:
@@ -121,7 +130,7 @@ def ops() -> list[Op[Any]]:
 
 def served_by(gradient: str) -> list[Op[Any]]:
     """The ops that name `gradient` as their gradient; none for an op that is not one."""
-    return [o for o in _ops.values() if o.gradient is not None and o.gradient.op == gradient]
+    return [o for o in list(_ops.values()) if o.gradient is not None and o.gradient.op == gradient]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:
@@ -131,13 +140,13 @@ def kernels_of(op_name: str) -> list[Kernel]:
 
 
 def _load_plugins() -> None:
-    global _plugins_loaded
+    global _plugins_begun, _plugins_loaded
     if _plugins_loaded:
         return
-    with _lock:
-        if _plugins_loaded:
-            return
-        _plugins_loaded = True  # before loading: a plug-in may call an op
+    with _loading:  # other threads wait for what is being loaded
+        if _plugins_begun:
+            return  # this thread is at it: a plug-in may call an op
+        _plugins_begun = True
         import importlib.metadata
 
         for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -148,3 +157,4 @@ def _load_plugins() -> None:
                 load_failures.append(
                     LoadFailure(entry.name, f"{type(error).__name__}: {error}", traceback.format_exc())
                 )
+        _plugins_loaded = True
