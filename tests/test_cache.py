@@ -87,9 +87,10 @@ def edited(change: Callable[[dict[str, object]], object]) -> Callable[[bytes], b
         lambda data: b"[1, 2]\n" + data.partition(b"\n")[2],
         lambda data: b"\xff\xfe\n" + data.partition(b"\n")[2],
         lambda data: b"",
+        lambda data: b"[" * 100_000 + b"\n",
         lambda data: data + b"more",
     ],
-    ids=["format", "key", "no digest", "not an object", "not text", "empty", "longer"],
+    ids=["format", "key", "no digest", "not an object", "not text", "empty", "deep", "longer"],
 )
 def test_foreign_entries_are_misses_and_are_replaced(cache: Cache, damage: Callable[[bytes], bytes]) -> None:
     cache.store("kind", "key", b"payload")
@@ -130,18 +131,19 @@ def test_a_directory_that_is_open_to_others_is_closed(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("mode", "other"), [(0o755, "letters"), (0o1777, "")])
 def test_a_directory_that_is_more_than_a_cache_is_left_alone_and_spoken_of_once(
-    cache: Cache, caplog: pytest.LogCaptureFixture
+    cache: Cache, mode: int, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache.root.mkdir()
-    (cache.root / "letters").mkdir()
-    cache.root.chmod(0o755)
+    """Such as the empty /tmp of a fresh container, which is sticky."""
+    (cache.root / other).mkdir(parents=True)
+    cache.root.chmod(mode)
     for n in range(3):
         cache.store("evidence", f"key {n}", b"payload")
         assert cache.load("evidence", f"key {n}") == b"payload"
-    assert stat.S_IMODE(cache.root.stat().st_mode) == 0o755
+    assert stat.S_IMODE(cache.root.stat().st_mode) == mode
     (record,) = caplog.records
-    assert "has mode 755 and holds more than this cache" in record.message
+    assert f"has mode {mode:o} and is not this cache's alone" in record.message
 
 
 def test_a_directory_of_another_user_is_spoken_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +249,7 @@ def test_unwanted_entries_are_dropped_and_so_is_what_cannot_be_read(cache: Cache
         cache.store("other", key, b"payload")
     (cache.root / "kind" / "broken.entry").write_bytes(b"no header")
     (cache.root / "kind" / "odd.entry").write_bytes(b"[]\n")
+    (cache.root / "kind" / "deep.entry").write_bytes(b"[" * 100_000)
     cache.drop("kind", lambda key: key.startswith("old"))
     assert [cache.load("kind", key) for key in ("old 1", "old 2", "new 1")] == [None, None, b"payload"]
     assert all(cache.load("other", key) for key in ("old 1", "old 2", "new 1"))

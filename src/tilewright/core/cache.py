@@ -54,7 +54,7 @@ class Cache:
         header, _, payload = data.partition(b"\n")
         try:
             facts = json.loads(header)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         good = (
             isinstance(facts, dict)
@@ -138,7 +138,7 @@ class Cache:
             header, _, payload = path.read_bytes().partition(b"\n")
             try:
                 bad += json.loads(header).get("sha256") != hashlib.sha256(payload).hexdigest()
-            except (ValueError, AttributeError):
+            except (ValueError, AttributeError, RecursionError):
                 bad += 1
         return count, size, bad
 
@@ -151,7 +151,7 @@ class Cache:
                     header = json.loads(file.readline())
                 if unwanted(str(header["key"])):
                     path.unlink()
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 with_suppressed(path.unlink)
             except OSError:
                 continue
@@ -190,7 +190,8 @@ class Cache:
     def _close_to_others(self) -> None:
         """Once: a directory that others may enter is closed to them if it is ours alone, and otherwise spoken of.
 
-        What is loaded from it is run. A directory that holds anything else is not touched: it may be a home.
+        What is loaded from it is run. A directory that holds anything else, or is sticky, is not touched: it may be a
+        home, or everybody's /tmp in a fresh container.
         """
         with self._lock:
             looked, self._looked = self._looked, True
@@ -205,11 +206,11 @@ class Cache:
                 problem = f"belongs to user {facts.st_uid}"
             elif not facts.st_mode & 0o077:
                 return
-            elif {path.name for path in self.root.iterdir()} <= KINDS:
+            elif not facts.st_mode & stat.S_ISVTX and {path.name for path in self.root.iterdir()} <= KINDS:
                 self.root.chmod(0o700)
                 return
             else:
-                problem = f"has mode {stat.S_IMODE(facts.st_mode):o} and holds more than this cache"
+                problem = f"has mode {stat.S_IMODE(facts.st_mode):o} and is not this cache's alone"
         except OSError as error:
             problem = f"cannot be closed to others ({error})"
         log.warning("cache directory %s %s: what is run from it may not be yours", self.root, problem)

@@ -56,7 +56,7 @@ def _drop_others(kernel: Kernel, folder: Path) -> None:
     """Scripts of this kernel's other sources reproduce nothing any more."""
     for path in folder.glob(f"{kernel.op}-{kernel.backend}-*.py"):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue  # another process was here first
         if text.startswith(f'"""{kernel.name} ') and f"Kernel digest {kernel.digest}." not in text:
