@@ -15,6 +15,7 @@ from tilewright.core.launch import Config
 from tilewright.core.op import Op
 from tilewright.verify.cases import Case, build
 from tilewright.verify.check import call_of, check, truth_of
+from tilewright.verify.numerics import bits
 
 OPS = registry.ops()
 LAYOUTS = ["", "padded 1", "padded 8", "columns", "expanded", "heads", "swapped", "broadcast rows",
@@ -88,3 +89,7 @@ def test_the_output_rule_holds_for_every_call(case: Case) -> None:
         sum(r.float().sum() for r in results).backward()
         for t in inputs.values():
             assert t is None or (t.grad is not None and t.grad.shape == t.shape and t.grad.dtype == t.dtype)
+
+
+def test_one_element_has_bits_whatever_its_stride_is() -> None:
+    assert torch.equal(bits(torch.ones(4)[::2][:1]), bits(torch.ones(1)))

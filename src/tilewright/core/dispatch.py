@@ -55,8 +55,9 @@ def resolve(
         node.refuse_gradient(op)
     now = frozen or (policy.current(), torch.are_deterministic_algorithms_enabled())
     wanted = tuple(t is not None and t.requires_grad for t in tensors) if wants_grad else ()
-    run, chosen = plan(op, tensors, chosen_options, backend, now, wants_grad, "call_us", wanted)
-    made = _with_gradient(op, run, chosen_options, backend, now) if wants_grad else _without(op, run)
+    backward = Backward(op, chosen_options, backend, now) if wants_grad else None
+    run, chosen = plan(op, tensors, chosen_options, backend, now, "call_us", backward, wanted)
+    made = _without(op, run) if backward is None else _with_gradient(run, backward)
     if len(plans) >= TABLE_LIMIT:
         plans.clear()
     # Under the epoch of what the selection has seen: a first-use check bumps it, and so may another thread since then.
@@ -90,17 +91,16 @@ def plan(
     options: dict[str, Any],
     backend: str | None,
     frozen: Frozen,
-    saving: bool,
     metric: Metric,
+    backward: Backward | None,
     wanted: tuple[bool, ...] = (),
 ) -> tuple[Run, Selection]:
     """Facts, selection, binding. A kernel that fails to compile or load here is marked and the next is tried.
 
-    `wanted`: which tensors want a gradient, where `saving` and known.
+    `backward`: the gradient that the call saves for, if any; `wanted`: which tensors want one, where that is known.
     """
-    call = facts_of(op, tensors, options, saving, frozen[1])
+    call = facts_of(op, tensors, options, backward is not None, frozen[1])
     capturing = call.device.kind in ("cuda", "hip") and torch.cuda.is_current_stream_capturing()
-    backward = Backward(op, options, backend, frozen) if saving else None
     while True:
         chosen = _select(call, frozen[0], backend, metric, capturing, backward, wanted)
         candidate = chosen.chosen
@@ -176,10 +176,7 @@ class _Apply(torch.autograd.Function):
         return None, None, *ctx.backward_plan(grads, ctx.saved_tensors, ctx.needs_input_grad[2:], False)
 
 
-def _with_gradient(
-    op: Op[Any], run: Run, options: dict[str, Any], backend: str | None, frozen: Frozen
-) -> Callable[..., Any]:
-    backward = Backward(op, options, backend, frozen)
+def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:
     # functorch was ruled out by the entry, so the Python wrapper of Function.apply has nothing to do
     apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Apply)
     return lambda *tensors: apply(backward, run, *tensors)
@@ -232,7 +229,8 @@ def run_node(
     key = (op.name, backend, saving, now, evidence.epoch[0], tuple(chosen.items()), *memory)
     run = _node_plans.get(key)
     if run is None:
-        run, selected = plan(op, tensors, chosen, backend, now, saving, "kernel_us")
+        backward = Backward(op, chosen, backend, now) if saving else None
+        run, selected = plan(op, tensors, chosen, backend, now, "kernel_us", backward)
         if len(_node_plans) >= TABLE_LIMIT:
             _node_plans.clear()
         _node_plans[(*key[:4], selected.epoch, *key[5:])] = run

@@ -95,7 +95,8 @@ def rms_allowed(baseline: Errors, dtype: torch.dtype) -> float:
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes, for comparisons in which NaN equals NaN and -0 differs from 0."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # One element is contiguous whatever its stride is, and keeps it; a view of bytes wants 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:

@@ -51,9 +51,8 @@ def _kernel(
 
 def _levels_of_wide_rows(call: Call) -> Iterable[Reason]:
     """The kernel that walks a wide row reads one level of rows where there is no residual."""
-    x = call.x
-    walks = triton_configs.power_of_2_at_least(x.columns) * x.dtype.itemsize > 65536
-    if walks and not call.has("residual") and len(x.row_levels) > 1:
+    walks = any("block" in config for config in triton_configs.forward_configs(call))
+    if walks and not call.has("residual") and len(call.x.row_levels) > 1:
         yield Reason("x", "rows of more than 64 KiB lie in two levels of strides", "x.contiguous() makes one")
 
 
