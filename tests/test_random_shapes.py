@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
+import tilewright as tw
 from tilewright.core import registry
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
@@ -49,7 +50,8 @@ def run(case: Case, kernel: Kernel, emulated: bool, device: str, config: int = 0
     inputs, options = build(case, op, device), {**op.options, **case.options}
     saving = op.gradient is not None
     call = call_of(op, inputs, options, saving)
-    assume(not kernel.capability.reasons(call, emulated=emulated))
+    if kernel.capability.reasons(call, emulated=emulated):
+        reject()
     configs = kernel.configs_for(call) if kernel.backend != "reference" else (Config(),)
     assert configs, "a kernel that takes a call has a config for it"
     truth = truth_of(op, inputs, options, saving)
@@ -67,6 +69,24 @@ def test_random_calls_are_right(backend: str, data: st.DataObject, device: str) 
     assume(found)
     emulated = backend == "triton" and device == "cpu"
     run(case, found[0], emulated, device, data.draw(st.integers(0, 7)))
+
+
+@pytest.mark.parametrize("config", [0, 1])
+@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm"])
+def test_wide_rows_in_two_levels(op: str, config: int, device: str) -> None:
+    """The kernel that walks a row takes them too, with a residual and without one, whose levels are then no numbers."""
+    kernel = next(k for k in registry.kernels_of(op) if k.backend == "triton")
+    case = Case("two levels", op, (2, 2), 33000, torch.float32, layouts={"*": "heads"})
+    run(case, kernel, device == "cpu", device, config)
+
+
+@pytest.mark.parametrize("columns", [160, 1024, 40000])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_values_whose_squares_overflow_make_zeros_as_in_the_definition(columns: int, device: str) -> None:
+    x = torch.randn(2, columns, device=device) * 1e30
+    with tw.use(check="never"):
+        y = tw.layer_norm(x, backend="triton")
+    assert torch.equal(y, tw.layer_norm(x, backend="reference")) and not y.any()
 
 
 @given(case=cases())

@@ -35,7 +35,8 @@ def forward(call: Call, config: Config) -> Launch:
     centered = call.op in ("layer_norm", "add_layer_norm")
     residual, pre_bias = call.tensors.get("residual"), call.tensors.get("pre_bias")
     weight, bias = call.tensors.get("weight"), call.tensors.get("bias")
-    clusters = _clusters(call, config) if config.stages else x.rows
+    reread = bool(config.get("reread", 0))
+    clusters = _clusters(call, config) if config.stages and not reread else x.rows
     share = math.ceil(packets(x) / config.cluster)
     inputs = 1 if residual is None else 2
     args: dict[str, Argument] = {
@@ -68,6 +69,7 @@ def forward(call: Call, config: Config) -> Launch:
             "THREADS": config.threads,
             "CLUSTER": config.cluster,
             "STAGES": config.stages,
+            "REREAD": reread,
             "CTAS": config.ctas,
             "CENTER": centered,
             "HAS_RESIDUAL": residual is not None,

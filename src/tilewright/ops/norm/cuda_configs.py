@@ -2,7 +2,8 @@
 
 Config keys: `threads` a block; `cluster`, blocks a row; `ctas`, blocks a multiprocessor, which sets the registers a
 thread may have; `stages`, rows that the copy engine keeps in flight for a block (forward only: 0 loads straight into
-registers, one row a cluster). The order was measured on an H100. The launches themselves are in `cuda.py`.
+registers, one row a cluster); `reread`, the row stays in shared memory and leaves the registers free. The order was
+measured on an H100. The launches themselves are in `cuda.py`.
 """
 
 from __future__ import annotations
@@ -38,31 +39,40 @@ def fits_backward(call: Call) -> Iterable[Reason]:
 
 
 FORWARD_SPREADS = (
-    (512, 4, 0, 2), (1024, 8, 0, 1), (256, 8, 0, 2), (1024, 4, 0, 1), (512, 2, 2, 3), (512, 2, 0, 3), (512, 4, 1, 3)
+    (512, 4, 0, 2), (256, 4, 1, 8, 1), (512, 8, 1, 3, 1), (1024, 8, 0, 1), (256, 8, 0, 2), (1024, 4, 0, 1),
+    (512, 2, 2, 3), (512, 2, 0, 3), (512, 4, 1, 3),
 )  # fmt: skip
-"""Threads a block, most packets of 16 bytes a thread, stages, blocks a multiprocessor."""
+"""Threads a block, most packets of 16 bytes a thread, stages, blocks a multiprocessor, whether it is read again."""
+LONG = 4096
+"""Packets of a row from which on rows left in shared memory win, however many blocks they are spread over."""
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
-    """Ways to spread a row, over few blocks first: an exchange costs more than it overlaps. Empty where none fits."""
+    """Ways to spread a row, over few blocks first: an exchange costs more than it overlaps, unless more blocks then
+    share a multiprocessor. Empty where none fits."""
     found = [config for spread in FORWARD_SPREADS if (config := forward_config(call, *spread))]
-    return tuple(sorted(dict.fromkeys(found), key=lambda config: config.cluster))[:4]
+    long = packets(call.x) > LONG
+    return tuple(sorted(dict.fromkeys(found), key=lambda c: 0 if long and "reread" in c else c.cluster))[:4]
 
 
-def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas: int) -> Config | None:
+def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas: int, reread: int = 0) -> Config | None:
     """A row over as few blocks as hold it with `per_thread` packets a thread; None where that does not fit."""
     x: TensorFacts = call.x
     inputs = 2 if call.has("residual") else 1
     cluster = cluster_of(x, threads * per_thread)
     share = math.ceil(packets(x) / cluster)
-    held = math.ceil(share / threads) * (1 if stages else inputs)  # packets of 4 registers
+    registers = 24 + 4 * math.ceil(share / threads) * (1 if stages else inputs)  # 4 a packet
+    if reread:  # one packet at a time, and the parameters of two
+        registers = 16 + 8 * sum(math.ceil(t.dtype.itemsize / x.dtype.itemsize) for t in affine_of(call))
     fits = (
         cluster <= MAX_CLUSTER
-        and 4 * held + 24 <= registers_of(threads, ctas)
+        and registers <= registers_of(threads, ctas)
         and ctas * (stages * inputs * share * 16 + STATIC_BYTES) <= SHARED_BYTES
         and (stages == 0 or vector_of(call) == per_packet(x))
     )
-    return Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas) if fits else None
+    if not fits:
+        return None
+    return Config(threads=threads, cluster=cluster, stages=stages, ctas=ctas, **({"reread": 1} if reread else {}))
 
 
 BACKWARD_SPREADS = ((512, 16, 3, 1), (512, 32, 3, 1), (512, 16, 2, 2), (256, 32, 4, 1), (1024, 16, 3, 1))
@@ -103,6 +113,10 @@ def cluster_of(x: TensorFacts, most: int) -> int:
     """Blocks a row when each takes at most `most` packets: a power of two."""
     blocks = math.ceil(packets(x) / most)
     return 1 << (blocks - 1).bit_length()
+
+
+def affine_of(call: Call) -> Iterable[TensorFacts]:
+    return [facts for name in ("weight", "bias") if (facts := call.tensors.get(name)) is not None]
 
 
 def registers_of(threads: int, ctas: int) -> int:

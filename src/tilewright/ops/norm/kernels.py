@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from tilewright.core.call import Call
 from tilewright.core.capability import (
     Capability,
     Limit,
@@ -18,7 +15,6 @@ from tilewright.core.capability import (
     unit_stride,
 )
 from tilewright.core.kernel import Configs, Kernel
-from tilewright.core.reason import Reason
 from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
 
@@ -49,19 +45,11 @@ def _kernel(
     )
 
 
-def _levels_of_wide_rows(call: Call) -> Iterable[Reason]:
-    """The kernel that walks a wide row reads one level of rows where there is no residual."""
-    walks = any("block" in config for config in triton_configs.forward_configs(call))
-    if walks and not call.has("residual") and len(call.x.row_levels) > 1:
-        yield Reason("x", "rows of more than 64 KiB lie in two levels of strides", "x.contiguous() makes one")
-
-
 TRITON = (cuda(80), hip("gfx942"))
 TRITON_KERNELS = [
     *(
         _kernel(op, "triton", "triton:forward", TRITON, triton_configs.forward_configs,
-                columns("x", most=WIDEST), unit_stride("x", "residual", *PARAMETERS), row_levels("x", "residual"),
-                _levels_of_wide_rows)
+                columns("x", most=WIDEST), unit_stride("x", "residual", *PARAMETERS), row_levels("x", "residual"))
         for op in FORWARD
     ),
     *(

@@ -5,11 +5,12 @@
 // registers from the one read to the one write. A block meets once a row; a cluster exchanges its sums once a row,
 // through distributed shared memory. STAGES = 0: a cluster a row, loads straight into registers, and the overlap comes
 // from other blocks on the multiprocessor. STAGES > 0: clusters stay and walk over the rows, and the copy engine brings
-// the next STAGES rows into shared memory meanwhile.
+// the next STAGES rows into shared memory meanwhile. REREAD: a cluster a row, which stays in shared memory instead of
+// registers, so that more blocks share a multiprocessor and more bytes are on their way.
 //
 // Defines: ELEMENT, WEIGHT, BIAS and PRE_BIAS (fp32, fp16, bf16: the type of x and y, and of each parameter),
-// COLUMNS, VECTOR (elements that one access may take), THREADS, CLUSTER, STAGES, CTAS (blocks a multiprocessor),
-// CENTER, HAS_RESIDUAL, HAS_PRE_BIAS, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, SAVE.
+// COLUMNS, VECTOR (elements that one access may take), THREADS, CLUSTER, STAGES, REREAD (STAGES is 1 then), CTAS (blocks
+// a multiprocessor), CENTER, HAS_RESIDUAL, HAS_PRE_BIAS, HAS_WEIGHT, HAS_BIAS, CAST_BEFORE_WEIGHT, SAVE.
 #include "norm_wide.cuh"
 
 using Element = ELEMENT;
@@ -27,11 +28,12 @@ constexpr int STAGE_BYTES = SLICE * 16 * (1 + HAS_RESIDUAL);
 // Parameters stay in registers across the rows, or are at least fetched before the sums, where registers suffice.
 constexpr int PARAMETER_PACKETS =
     PER_THREAD * (HAS_WEIGHT * Parameters<Element, Weight>::COUNT + HAS_BIAS * Parameters<Element, Bias>::COUNT);
-constexpr int ROW_PACKETS = PER_THREAD * (HAS_RESIDUAL && STAGES == 0 ? 2 : 1);
+constexpr int ROW_PACKETS = REREAD ? 1 : PER_THREAD * (HAS_RESIDUAL && STAGES == 0 ? 2 : 1);
 constexpr bool EARLY = 65536 / (THREADS * CTAS) - 4 * (ROW_PACKETS + PARAMETER_PACKETS) >= 28;
 // Else those of the next packet are fetched before this one is written.
-constexpr bool AHEAD = !EARLY && STAGES == 0;
+constexpr bool AHEAD = !EARLY && (STAGES == 0 || REREAD);
 static_assert(STAGES == 0 || ALIGNED, "bulk copies need aligned rows");
+static_assert(!REREAD || STAGES == 1, "a row that is read twice lies in one stage");
 static_assert(THREADS % 32 == 0 && (WARPS & (WARPS - 1)) == 0, "sums over a block halve it");
 
 __device__ __forceinline__ Packet load_row(const char* at, int left) {
@@ -120,12 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
     int stage = 0;
     u32 phase = 0;
     do {
-        Packet data[PER_THREAD];
+        Packet data[REREAD ? 1 : PER_THREAD];
         const char* x_row = x + row * x_stride * Element::bytes;
         const char* residual_row = residual + row * residual_stride * Element::bytes;
         char* y_row = y + row * row_bytes;
         char* h_row = h + row * row_bytes;
-        const char* staged = stages + stage * STAGE_BYTES;
+        char* staged = stages + stage * STAGE_BYTES;
 
         // ---- read: every load is issued before the first value is used
         if constexpr (STAGES > 0) {
@@ -133,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
         }
         Packet added[HAS_RESIDUAL && STAGES == 0 ? PER_THREAD : 1];
 #pragma unroll
-        for (int v = 0; v < PER_THREAD; v++) {
+        for (int v = 0; v < (REREAD ? 0 : PER_THREAD); v++) {
             const int packet = v * THREADS + thread;
             data[v] = Packet{{0, 0, 0, 0}};
             if (packet < count) {
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                 }
             }
         }
-        if constexpr (STAGES == 0) first_parameters();
+        if constexpr (STAGES == 0 || (REREAD && !EARLY)) first_parameters();
 
         // ---- add the residual; sum
         float total[1] = {0.0f};
@@ -156,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
             const int packet = v * THREADS + thread;
             if (packet < count) {
                 float values[N];
-                Element::unpack(data[v].words, values);
+                Packet& mine = data[REREAD ? 0 : v];
+                if constexpr (REREAD) mine = load_shared(staged + packet * 16);
+                Element::unpack(mine.words, values);
                 if constexpr (HAS_RESIDUAL) {
                     float other[N];
                     if constexpr (HAS_PRE_BIAS) {
@@ -173,9 +177,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                     }
 #pragma unroll
                     for (int i = 0; i < N; i++) values[i] += other[i];
-                    Element::pack(values, data[v].words);
-                    Element::unpack(data[v].words, values);
-                    store_row(h_row + packet * 16, data[v], size - packet * N);
+                    Element::pack(values, mine.words);
+                    Element::unpack(mine.words, values);
+                    store_row(h_row + packet * 16, mine, size - packet * N);
+                    if constexpr (REREAD) store_shared(staged + packet * 16, mine);
                 }
                 if constexpr (CENTER) {
                     total[0] += own.add(values, COLUMNS % N == 0 ? N : min(N, size - packet * N));
@@ -186,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
             }
         }
         auto meet = [&] {  // everybody holds the row in registers: its stage is free
-            if constexpr (STAGES > 0) {
+            if constexpr (STAGES > 0 && !REREAD) {
                 if (thread == 0) fetch(row + STAGES * clusters, stage);
             }
         };
@@ -237,7 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
             if (!EARLY && v + AHEAD < PER_THREAD) load_parameters(v + AHEAD);
             if (packet < count) {
                 float values[N], parameter[N];
-                Element::unpack(data[v].words, values);
+                if constexpr (REREAD) data[0] = load_shared(staged + packet * 16);
+                Element::unpack(data[REREAD ? 0 : v].words, values);
 #pragma unroll
                 for (int i = 0; i < N; i++) values[i] = (values[i] - mean) * rstd;
                 if constexpr (CAST_BEFORE_WEIGHT) round_to<Element>(values);
@@ -256,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                 store_row(y_row + packet * 16, out, size - packet * N);
             }
         }
-        if constexpr (STAGES == 0) break;
+        if constexpr (STAGES == 0 || REREAD) break;
         row += clusters;
         number++;
         if (++stage == STAGES) {

@@ -185,6 +185,12 @@ __device__ __forceinline__ Packet load_shared(const char* at) {
     return p;
 }
 
+__device__ __forceinline__ void store_shared(char* at, const Packet& p) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)), "r"(p.words[0]),
+                 "r"(p.words[1]), "r"(p.words[2]), "r"(p.words[3])
+                 : "memory");
+}
+
 __device__ __forceinline__ void barrier_init(u64* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }

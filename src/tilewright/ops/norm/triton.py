@@ -70,6 +70,13 @@ def recentred(mean, shift):
 
 
 @triton.jit
+def variance(square, left):
+    """The mean square about the mean, of that about a value which lies `left` off. An infinite one stays infinite: the
+    difference would be NaN."""
+    return tl.where(square < float("inf"), square - left * left, square)
+
+
+@triton.jit
 def add_residual(x, residual, pre_bias, HAS_PRE_BIAS: tl.constexpr):
     """x + pre_bias + residual in that order, in float32."""
     value = x.to(tl.float32) + pre_bias if HAS_PRE_BIAS else x.to(tl.float32)
@@ -113,7 +120,7 @@ def _norm_tile(
             normal = tl.where(inside, normal, 0.0)
         left, square = row_sums(normal, normal * normal)
         left = mean_of(left, divisor, POWER)
-        square = mean_of(square, divisor, POWER) - left * left
+        square = variance(mean_of(square, divisor, POWER), left)
         if LATE:
             normal = launder(value, never).to(tl.float32) - centre
         normal -= left
@@ -220,7 +227,9 @@ def norm_wide_rows(
     residual_stride = total_columns if residual_stride is None else residual_stride
     row = tl.program_id(0).to(tl.int64)
     x_row = row_offsets(row, x_stride, x_outer, x_inner, INNER)
-    residual_row = row_offsets(row, residual_stride, residual_outer, residual_inner, INNER)
+    residual_row = row  # of no residual, whose levels are None
+    if HAS_RESIDUAL:
+        residual_row = row_offsets(row, residual_stride, residual_outer, residual_inner, INNER)
     out = row * total_columns
     partial = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, total_columns, BLOCK):
@@ -251,7 +260,7 @@ def norm_wide_rows(
             left += wide
             partial += wide * wide
         shift = tl.math.div_rn(tl.sum(left, axis=0), divisor)
-        square = tl.math.div_rn(tl.sum(partial, axis=0), divisor) - shift * shift
+        square = variance(tl.math.div_rn(tl.sum(partial, axis=0), divisor), shift)
         centre = recentred(total, shift)
         if SAVE:
             tl.store(mean + row, centre)
