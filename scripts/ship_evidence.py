@@ -2,8 +2,9 @@
 
     python scripts/ship_evidence.py CACHE_DIRECTORY [...]
 
-Reads the caches that `tilewright verify` and `tilewright tune` have filled there, keeps what belongs to the kernels as
-they are now (by digest), and rewrites src/tilewright/evidence/<arch>.json and evidence/times/<arch>.json.
+Reads the caches that `tilewright verify` and `tilewright tune` have filled there, adds them to what is shipped already,
+keeps of both what belongs to the kernels as they are now (by digest), and rewrites src/tilewright/evidence/<arch>.json
+and evidence/times/<arch>.json.
 """
 
 from __future__ import annotations
@@ -30,10 +31,25 @@ def entries(cache: Path, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield json.loads(header)["key"], json.loads(payload)
 
 
+def shipped(folder: Path) -> dict[str, dict[str, Any]]:
+    """{arch: content} of the files there."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
 def main(caches: list[str]) -> int:
     current = {f"{k.name} {k.digest} " for op in registry.ops() for k in registry.kernels_of(op.name)}
-    known: dict[str, dict[str, dict[str, int]]] = {}
-    times: dict[str, dict[str, dict[str, list[float]]]] = {}
+    known = {
+        arch: {group: found for group, found in groups.items() if any(group.startswith(mark) for mark in current)}
+        for arch, groups in shipped(HOME).items()
+    }
+    times = {
+        arch: {
+            key: kept
+            for key, pairs in keys.items()
+            if (kept := {pair: us for pair, us in pairs.items() if any(pair.startswith(mark) for mark in current)})
+        }
+        for arch, keys in shipped(HOME / "times").items()
+    }
     for cache in map(Path, caches):
         for group, verdicts in entries(cache, "evidence"):
             arch = group.rpartition(" ")[2]

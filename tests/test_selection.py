@@ -429,5 +429,5 @@ def test_times_that_nothing_can_use_any_more_go_when_new_ones_are_kept(make: Mak
     record(quick, x, 2.0)
     kept = {place: set(pairs) for place, pairs in disk().load_json("times", f"l2_norm {cls}").items()}
     assert kept == {here: {pair, stranger}, there: {pair}}
-    assert times.find(quick, Config(), "l2_norm", cls, CPU) == times.Time(2.0, 2.0, evidence.today())
+    assert times.find(quick, Config(), "l2_norm", cls, CPU) == times.Time(2.0, 2.0, date=evidence.today())
     registry.add_kernels([gone])

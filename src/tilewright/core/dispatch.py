@@ -22,7 +22,8 @@ from tilewright.core.gradient import Backward, Frozen
 from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
-from tilewright.core.selection import Metric, Selection, guarded
+from tilewright.core.selection import Selection, guarded
+from tilewright.core.times import Metric
 
 Tensor = torch.Tensor
 TABLE_LIMIT = 4096

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,10 +21,9 @@ from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.policy import Policy
 from tilewright.core.reason import Reason
-from tilewright.core.times import TIE_BAND, Time
+from tilewright.core.times import TIE_BAND, Metric, Time
 
 log = logging.getLogger("tilewright")
-Metric = Literal["call_us", "kernel_us"]
 """Eager calls minimise the whole call, compiled graphs and CUDA graphs the kernels alone."""
 
 
@@ -160,8 +159,8 @@ def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metr
         return
     timed = [u for u in usable if u[2] is not None and not u[2].shipped] or [u for u in usable if u[2] is not None]
     if timed:
-        limit = min(getattr(u[2], metric) for u in timed) * (1 + TIE_BAND)
-        usable = [u for u in timed if getattr(u[2], metric) <= limit]
+        best = min(u[2].us(metric) for u in timed if u[2])
+        usable = [u for u in timed if u[2] and u[2].tied(metric, best)]
     candidate.config, candidate.verdict, candidate.time = usable[0]
 
 
@@ -169,7 +168,7 @@ def _order(candidate: Candidate, metric: Metric) -> tuple[Any, ...]:
     """Those that fit first; measured here before shipped before untimed; then declared preference."""
     time = candidate.time
     source = 2 if time is None else 1 if time.shipped else 0
-    return (not candidate.fits, source, getattr(time, metric) if time else 0.0, candidate.rank)
+    return (not candidate.fits, source, time.us(metric) if time else 0.0, candidate.rank)
 
 
 def _choose(
@@ -189,8 +188,8 @@ def _choose(
     if first.time is None:
         return first, "declared preference: nothing is measured for this class; `tilewright tune` would"
     # The incumbent, which would be chosen by declaration, stays unless beaten by more than the tie band.
-    limit = getattr(first.time, metric) * (1 + TIE_BAND)
-    tied = [c for c in fitting if c.time and c.time.shipped == first.time.shipped and getattr(c.time, metric) <= limit]
+    best, shipped = first.time.us(metric), first.time.shipped
+    tied = [c for c in fitting if c.time and c.time.shipped == shipped and c.time.tied(metric, best)]
     what = "call" if metric == "call_us" else "kernels"
     how = "shipped measurement" if first.time.shipped else f"tuned {first.time.date}"
     return min(tied, key=lambda c: c.rank), f"fastest {what} ({how}, tie band {TIE_BAND:.0%})"

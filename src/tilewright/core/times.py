@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from tilewright.core import evidence, registry
 from tilewright.core.cache import disk
@@ -20,17 +20,36 @@ from tilewright.core.device import Device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 
+Metric = Literal["call_us", "kernel_us"]
+
 TIE_BAND = 0.01
+ALLOWANCE = 0.02
+"""At most this share of a time is put down to chance."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds of one call as the host sees it, and of its kernels on the device."""
+    """Microseconds of one call as the host sees it, and of its kernels on the device, each with its relative standard
+    error where that is known."""
 
     call_us: float
     kernel_us: float
+    call_error: float = 0.0
+    kernel_error: float = 0.0
     date: str = ""
     shipped: bool = False
+
+    def us(self, metric: Metric) -> float:
+        return self.call_us if metric == "call_us" else self.kernel_us
+
+    def tied(self, metric: Metric, best_us: float) -> bool:
+        """Whether it may be as fast as the best: not shown to be slower by more than the tie band."""
+        return tied(self.us(metric), self.call_error if metric == "call_us" else self.kernel_error, best_us)
+
+
+def tied(us: float, error: float, best_us: float, band: float = TIE_BAND) -> bool:
+    """Two standard errors count as chance, so that equals stay equal however noisy the machine."""
+    return us * (1 - min(2 * error, ALLOWANCE)) <= best_us * (1 + band)
 
 
 def _pair(kernel: Kernel, config: Config) -> str:
@@ -49,7 +68,7 @@ _memory: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def _tuned(op: str, call_class: str) -> dict[str, Any]:
-    """{GPU|driver: {pair: {call_us, kernel_us, date}}}, read once a process and class."""
+    """{GPU|driver: {pair: the fields of its Time}}, read once a process and class."""
     key = (op, call_class)
     if key not in _memory:
         _memory[key] = disk().load_json("times", f"{op} {call_class}")
@@ -60,7 +79,8 @@ def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Devic
     """The time measured on this machine, else the shipped one for this architecture and class."""
     here = _tuned(op, call_class).get(_place(device), {}).get(_pair(kernel, config))
     if here is not None:
-        return Time(here["call_us"], here["kernel_us"], here.get("date", ""))
+        errors = here.get("call_error", 0.0), here.get("kernel_error", 0.0)
+        return Time(here["call_us"], here["kernel_us"], *errors, here.get("date", ""))
     there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(_pair(kernel, config))
     return None if there is None else Time(there[0], there[1], shipped=True)
 
@@ -69,16 +89,20 @@ def record(
     kernel: Kernel, config: Config, op: str, call_class: str, device: Device, call_us: float, kernel_us: float
 ) -> None:
     """Keep a measured time. The best of two runs' times is not taken: the newest stands."""
-    record_many({(kernel, config): (call_us, kernel_us)}, op, call_class, device)
+    record_many({(kernel, config): Time(call_us, kernel_us)}, op, call_class, device)
 
 
-def record_many(
-    measured: Mapping[tuple[Kernel, Config], tuple[float, float]], op: str, call_class: str, device: Device
-) -> None:
-    """Keep the (call, kernel) microseconds of several pairs of one class in one write: all or none are seen."""
+def record_many(measured: Mapping[tuple[Kernel, Config], Time], op: str, call_class: str, device: Device) -> None:
+    """Keep the times of several pairs of one class in one write: all or none are seen."""
     facts = {
-        _pair(kernel, config): {"call_us": call_us, "kernel_us": kernel_us, "date": evidence.today()}
-        for (kernel, config), (call_us, kernel_us) in measured.items()
+        _pair(*pair): {
+            "call_us": time.call_us,
+            "kernel_us": time.kernel_us,
+            "call_error": round(time.call_error, 5),
+            "kernel_error": round(time.kernel_error, 5),
+            "date": evidence.today(),
+        }
+        for pair, time in measured.items()
     }
 
     def change(known: dict[str, Any]) -> None:

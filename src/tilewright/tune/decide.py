@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.core.times import TIE_BAND
+from tilewright.core.times import TIE_BAND, tied
 
 SWEEPS = 3
 
@@ -28,17 +28,20 @@ class Place:
     config: int
 
 
-def choice(times: Mapping[int, float], places: Sequence[Place], band: float = TIE_BAND) -> int:
-    """The pair that selection takes, given each one's time."""
+def choice(times: Mapping[int, float], places: Sequence[Place], errors: Mapping[int, float] | None = None) -> int:
+    """The pair that selection takes, given each one's time and the relative standard error of it."""
+    errors = errors or {}
     kernels: dict[tuple[int, ...], list[int]] = {}
     for pair in times:
         kernels.setdefault(places[pair].kernel, []).append(pair)
     served: list[int] = []
     for pairs in kernels.values():
-        limit = min(times[p] for p in pairs) * (1 + band)
-        served.append(min((p for p in pairs if times[p] <= limit), key=lambda p: places[p].config))
-    limit = min(times[p] for p in served) * (1 + band)
-    return min((p for p in served if times[p] <= limit), key=lambda p: places[p].kernel)
+        best = min(times[p] for p in pairs)
+        equals = [p for p in pairs if tied(times[p], errors.get(p, 0.0), best)]
+        served.append(min(equals, key=lambda p: places[p].config))
+    best = min(times[p] for p in served)
+    equals = [p for p in served if tied(times[p], errors.get(p, 0.0), best)]
+    return min(equals, key=lambda p: places[p].kernel)
 
 
 def middle(values: Sequence[float]) -> float:
@@ -65,9 +68,18 @@ def steady(rounds: Rounds) -> dict[int, dict[int, float]]:
     return {p: {n: s[p] - drift[n] for n, s in enumerate(logs) if p in s} for p in pairs}
 
 
-def estimates(rounds: Rounds) -> dict[int, float]:
-    """Each pair's time: the middle of its samples without the drift."""
-    return {pair: math.exp(middle(list(samples.values()))) for pair, samples in steady(rounds).items()}
+def error(values: Sequence[float]) -> float:
+    """The standard error of their middle, from the quartiles: outliers do not count."""
+    if len(values) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return 0.8 * (upper - lower) / math.sqrt(len(values))
+
+
+def estimates(rounds: Rounds) -> dict[int, tuple[float, float]]:
+    """Each pair's time, the middle of its samples without the drift, and the relative standard error of it."""
+    logs = {pair: list(samples.values()) for pair, samples in steady(rounds).items()}
+    return {pair: (math.exp(middle(values)), error(values)) for pair, values in logs.items()}
 
 
 @dataclass(frozen=True)
@@ -86,9 +98,11 @@ def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 64, near: f
     """
     samples = steady(rounds)
     best = {pair: math.exp(middle(list(logs.values()))) for pair, logs in samples.items()}
-    chosen = choice(best, places)
-    limit = min(best.values()) * (1 + TIE_BAND + near)
-    contenders = frozenset({chosen, *(pair for pair, us in best.items() if us <= limit)})
+    errors = {pair: error(list(logs.values())) for pair, logs in samples.items()}
+    chosen = choice(best, places, errors)
+    fastest = min(best.values())
+    near_ones = (pair for pair, us in best.items() if tied(us, errors[pair], fastest, TIE_BAND + near))
+    contenders = frozenset({chosen, *near_ones})
     generator = random.Random(len(rounds))
     numbers = sorted({number for pair in contenders for number in samples[pair]})
     agreed = 0
@@ -98,5 +112,5 @@ def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 64, near: f
         for pair in contenders:
             logs = [samples[pair][n] for n in drawn if n in samples[pair]] or list(samples[pair].values())
             found[pair] = math.exp(middle(logs))
-        agreed += choice(found, places) == chosen
+        agreed += choice(found, places, errors) == chosen
     return Settled(chosen, agreed / draws, contenders)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from tilewright.core.selection import Metric
+from tilewright.core.times import Metric
 
 Stage = Literal["compile", "prove", "time"]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tilewright.core.selection import Metric
+from tilewright.core.times import Metric, Time
 from tilewright.tune.decide import Place, Settled, estimates, settled
 
 METRICS: tuple[Metric, Metric] = ("call_us", "kernel_us")
@@ -39,7 +39,7 @@ EFFORT = Effort()
 class Timed:
     """What the rounds found: times by pair, and how sure the choice by each metric is."""
 
-    times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    times: dict[int, Time] = field(default_factory=dict)
     settled: dict[Metric, Settled] = field(default_factory=dict)
     rounds: int = 0
 
@@ -78,8 +78,10 @@ def run(sampler: Sampler, places: Sequence[Place], effort: Effort = EFFORT) -> T
         result.settled = {metric: settled(found, places) for metric, found in taken.items()}
     if not alive:
         return Timed(rounds=result.rounds)
-    best = {metric: estimates(found) for metric, found in taken.items()}
-    result.times = {p: (best["call_us"][p], best["kernel_us"][p]) for p in alive}
+    calls, kernels = (estimates(taken[metric]) for metric in METRICS)
+    for p in alive:
+        (call_us, call_error), (kernel_us, kernel_error) = calls[p], kernels[p]
+        result.times[p] = Time(call_us, kernel_us, call_error, kernel_error)
     return result
 
 
