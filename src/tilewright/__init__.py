@@ -24,6 +24,16 @@ from tilewright.core.evidence import install_isolated_prover as _install_isolate
 from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
 from tilewright.models import patch, unpatch
+from tilewright.ops.activation import (
+    geglu,
+    geglu_backward,
+    gelu,
+    gelu_backward,
+    silu,
+    silu_backward,
+    swiglu,
+    swiglu_backward,
+)
 from tilewright.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -74,6 +84,10 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "explain",
+    "geglu",
+    "geglu_backward",
+    "gelu",
+    "gelu_backward",
     "l2_norm",
     "l2_norm_backward",
     "layer_norm",
@@ -81,6 +95,10 @@ __all__ = [
     "patch",
     "rms_norm",
     "rms_norm_backward",
+    "silu",
+    "silu_backward",
+    "swiglu",
+    "swiglu_backward",
     "unpatch",
     "use",
 ]

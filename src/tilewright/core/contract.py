@@ -94,5 +94,10 @@ def not_negative(call: Call, option: str) -> None:
         raise InvalidArgument(call.op, option, f"{call.options[option]}", "must be 0 or more")
 
 
+def one_of(call: Call, option: str, *values: str) -> None:
+    if call.options[option] not in values:
+        raise InvalidArgument(call.op, option, repr(call.options[option]), f"takes {', '.join(map(repr, values))}")
+
+
 def _name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))

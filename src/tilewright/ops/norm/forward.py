@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilewright.core.call import Call
 from tilewright.core.contract import floating, not_negative, per_column, same_shape, wide_rows
+from tilewright.core.cost import bytes_of, per_element
 from tilewright.core.op import Gradient, Probes, Saved, like, op, rows_of, upcast
 from tilewright.ops.norm import workloads
-from tilewright.ops.norm.cost import bytes_of, per_element
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fewest bytes and operations of a norm, from facts: each distinct byte that the contract must read or write, once."""
+"""Fewest bytes and operations of a call, from facts: each distinct byte that the contract must read or write, once."""
 
 from __future__ import annotations
 

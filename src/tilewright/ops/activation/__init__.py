@@ -1,0 +1,23 @@
+"""The activation family: swiglu, geglu, silu, gelu and their gradients.
+
+The ops are in `gated` (a gate and a value) and `unary` (one input), the functions that they share in `functions`. Their
+kernels are declared in `kernels.py` and written in one file a backend; the workloads are in `workloads.py`.
+"""
+
+from tilewright.core import registry
+from tilewright.ops.activation.gated import geglu, geglu_backward, swiglu, swiglu_backward
+from tilewright.ops.activation.kernels import KERNELS
+from tilewright.ops.activation.unary import gelu, gelu_backward, silu, silu_backward
+
+registry.add_kernels(KERNELS)
+
+__all__ = [
+    "geglu",
+    "geglu_backward",
+    "gelu",
+    "gelu_backward",
+    "silu",
+    "silu_backward",
+    "swiglu",
+    "swiglu_backward",
+]

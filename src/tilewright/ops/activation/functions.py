@@ -1,0 +1,80 @@
+"""The activation functions of the family in torch, their derivatives, and the absolute terms that rounding works on.
+
+Everything here takes and returns the accumulation dtype. A function is named as kernels name it: "silu", "gelu_tanh"
+(the form with tanh, written with the logistic function, which equals it exactly) or "gelu" (the form with erf).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+CUBIC = 0.044715
+TWICE_ROOT = 2.0 * math.sqrt(2.0 / math.pi)
+ROOT_HALF = math.sqrt(0.5)
+DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+FLAT = 64.0
+"""Beyond this |g| the logistic function of the tanh form is 0 or 1, also in float64. Its inner derivative is taken at
+no larger g, for its square would overflow and infinity times 0 is NaN."""
+UNDERFLOW = 2.0**-102
+"""What stands beside s(z) among the terms: 2^-24 of it is the smallest normal number. Where the exponential of the
+logistic function overflows, s(z) is 0, also in the baseline."""
+APPROXIMATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def _inner(g: Tensor) -> Tensor:
+    """z with (1 + tanh(z / 2)) / 2 = s(z)."""
+    return TWICE_ROOT * g * (1.0 + CUBIC * g * g)
+
+
+def _slope(g: Tensor) -> Tensor:
+    """dz / dg."""
+    near = g.clamp(-FLAT, FLAT)
+    return TWICE_ROOT * (1.0 + 3.0 * CUBIC * near * near)
+
+
+def _normal_cdf(g: Tensor) -> Tensor:
+    return 0.5 * (1.0 + torch.erf(g * ROOT_HALF))
+
+
+def act(kind: str, g: Tensor) -> Tensor:
+    """act(g). At -infinity it is NaN, as in torch."""
+    if kind == "silu":
+        return g * torch.sigmoid(g)
+    return g * torch.sigmoid(_inner(g)) if kind == "gelu_tanh" else g * _normal_cdf(g)
+
+
+def derivative(kind: str, g: Tensor) -> Tensor:
+    """act'(g). 1 - s(z) is s(-z), which does not cancel."""
+    if kind == "silu":
+        return torch.sigmoid(g) * (1.0 + g * torch.sigmoid(-g))
+    if kind == "gelu_tanh":
+        z = _inner(g)
+        s = torch.sigmoid(z)
+        return s + g * (s * torch.sigmoid(-z) * _slope(g))
+    return _normal_cdf(g) + g * (DENSITY * torch.exp(-0.5 * g * g))
+
+
+def act_terms(kind: str, g: Tensor) -> Tensor:
+    """The absolute terms of act(g): both of 1 + tanh or 1 + erf; of silu also what the exponential makes of the
+    rounding of its argument."""
+    size = g.abs()
+    if kind == "silu":
+        return size * (torch.sigmoid(g) * (1.0 + size) + UNDERFLOW)
+    inner = torch.tanh(_inner(g) / 2) if kind == "gelu_tanh" else torch.erf(g * ROOT_HALF)
+    return 0.5 * size * (1.0 + inner.abs())
+
+
+def derivative_terms(kind: str, g: Tensor) -> Tensor:
+    """The absolute terms of act'(g), as `act_terms`. From |g| = 8 on the second term of a GELU is 0 in float32."""
+    size = g.abs()
+    if kind == "silu":
+        return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size)
+    near = size.clamp(max=8.0)
+    if kind == "gelu_tanh":
+        t = torch.tanh(_inner(g) / 2)
+        return 0.5 * (1.0 + t.abs()) + 0.25 * near * (1.0 + t * t) * _slope(near)
+    density = DENSITY * torch.exp(-0.5 * g * g)
+    return 0.5 * (1.0 + torch.erf(g * ROOT_HALF).abs()) + near * density * (1.0 + 0.5 * near * near)

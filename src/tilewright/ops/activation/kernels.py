@@ -1,0 +1,49 @@
+"""The kernels of the activation family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.activation import configs
+
+_HERE = "tilewright.ops.activation"
+READ = ("gate", "up", "x")
+"""Read as dense in the last dimension; an upstream gradient may be strided in any way."""
+FORWARD = ("swiglu", "geglu", "silu", "gelu")
+PASSES = [*((op, "forward") for op in FORWARD), *((f"{op}_backward", "backward") for op in FORWARD)]
+
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton:{function}",
+        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        configs.triton_configs,
+    )
+    for op, function in PASSES
+]
+
+# On a CPU aten's GELU is an approximation 3.5 ulp off in float32, and makes NaN of infinity in bfloat16.
+VENDOR_KERNELS = [
+    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices), label="aten")
+    for op, devices in (
+        ("silu", ()),
+        ("silu_backward", ()),
+        ("gelu", (cuda(50), hip("gfx942"))),
+        ("gelu_backward", (cuda(50), hip("gfx942"))),
+    )
+]
+
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op, function in PASSES
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

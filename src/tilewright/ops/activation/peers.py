@@ -1,0 +1,96 @@
+"""What users of activations would call instead: adapters to torch's own functions, torch.compile and Liger.
+
+Each maker takes tensors by name and options, and returns a function that computes the op's outputs. The rivals are
+imported inside, since most machines have none of them. Used by benchmarks only; nothing here is a kernel of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors = Mapping[str, Any]
+Options = Mapping[str, Any]
+Run = Callable[[], Any]
+Maker = Callable[[Tensors, Options], Run]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _arguments(t: Tensors, o: Options) -> list[Any]:
+    return [*t.values(), *([o["approximate"]] if "approximate" in o else [])]
+
+
+def _eager(function: Callable[..., Any]) -> Maker:
+    """torch's own functions, composed as a user would."""
+    return lambda t, o: functools.partial(function, *_arguments(t, o))
+
+
+@functools.cache
+def _compiled(function: Any, signature: tuple[Any, ...]) -> Callable[..., Any]:
+    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(copy, dynamic=False, fullgraph=True)
+
+
+def _compile(function: Callable[..., Any]) -> Maker:
+    """torch.compile of the same, specialised to the shape: at its best."""
+
+    def maker(t: Tensors, o: Options) -> Run:
+        import torch._functorch.config as functorch
+
+        arguments = _arguments(t, o)
+        facts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in arguments)
+        compiled = _compiled(function, tuple(facts))
+
+        def run() -> Any:
+            # a graph that is kept for many backwards may not donate its buffers
+            with functorch.patch(donated_buffer=False):
+                return compiled(*arguments)
+
+        gradient = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+        return run if gradient else functools.partial(compiled, *arguments)
+
+    return maker
+
+
+def _liger_swiglu(t: Tensors, o: Options) -> Run:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda: LigerSiLUMulFunction.apply(t["gate"], t["up"])
+
+
+def _liger_geglu(t: Tensors, o: Options) -> Run:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    if o["approximate"] != "tanh":
+        raise NotImplementedError("takes the tanh form only")
+    return lambda: LigerGELUMulFunction.apply(t["gate"], t["up"])
+
+
+PEERS: dict[str, dict[str, Maker]] = {
+    "swiglu": {"torch": _eager(_swiglu), "torch.compile": _compile(_swiglu), "liger": _liger_swiglu},
+    "geglu": {"torch": _eager(_geglu), "torch.compile": _compile(_geglu), "liger": _liger_geglu},
+    "silu": {"torch": _eager(_silu), "torch.compile": _compile(_silu)},
+    "gelu": {"torch": _eager(_gelu), "torch.compile": _compile(_gelu)},
+}

@@ -1,0 +1,82 @@
+"""How TileLang runs the activation family: the launch of either pass, worked out from a call's facts.
+
+The programs are in `tilelang_programs`, which imports TileLang and is loaded when a launch is compiled. Nothing here
+imports TileLang. What the ops mean is said by their definitions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.backends.tilelang import Program
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Argument, Config, Launch
+from tilewright.ops.activation.configs import is_flat, kind_of, rows_and_columns, vector
+
+FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward")
+BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward")
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def forward(call: Call, config: Config) -> Launch:
+    """swiglu, geglu, silu and gelu."""
+    up: TensorFacts | None = call.tensors.get("up")
+    gate: TensorFacts = call.gate if up is not None else call.x
+    return _launch(FORWARD, call, config, {"gate": gate, "up": up}, {"y": call.y}, {})
+
+
+def backward(call: Call, config: Config) -> Launch:
+    """The gradients of the same."""
+    up: TensorFacts | None = call.tensors.get("up")
+    gate: TensorFacts = call.gate if up is not None else call.x
+    outputs = {
+        "dgate": call.tensors.get("dgate" if up is not None else "dx"),
+        "dup": call.tensors.get("dup"),
+    }
+    needs = {f"needs_{name}": facts is not None for name, facts in outputs.items()}
+    return _launch(BACKWARD, call, config, {"dy": call.dy, "gate": gate, "up": up}, outputs, needs)
+
+
+def _launch(
+    program: Program,
+    call: Call,
+    config: Config,
+    inputs: dict[str, TensorFacts | None],
+    outputs: dict[str, TensorFacts | None],
+    constants: dict[str, Any],
+) -> Launch:
+    shape, flat, vec = rows_and_columns(call), is_flat(call), vector(call)
+    rows, columns = (1, shape.numel) if flat else (shape.rows, shape.columns)
+    programs = rows * -(-columns // (config.threads * config.depth * vec))
+    layouts = {f"{name}_layout": _layout(facts, vec, flat) for name, facts in inputs.items()}
+    constants |= {"dtype": NAMES[shape.dtype], "kind": kind_of(call), "flat": flat, "vec": vec, **config, **layouts}
+    args: dict[str, Argument] = {**inputs, **outputs}
+    for name, facts in inputs.items():
+        args |= _strides(name, facts, layouts[f"{name}_layout"], vec)
+    args |= {"row_vectors": columns // vec, "programs": programs}
+    return Launch(program, (programs, 1, 1), args, constants)
+
+
+def _layout(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:
+    """How `tilelang_programs` reads a tensor: row levels, and whether rows start at multiples of the vector."""
+    if facts is None:
+        return None
+    step = vec * facts.dtype.itemsize
+    vectors = facts.column_stride == 1 and facts.vector_bytes() % step == 0
+    return f"{1 if flat else len(facts.row_levels)}{'v' if vectors else 's'}"
+
+
+def _strides(name: str, facts: TensorFacts | None, layout: str | None, vec: int) -> dict[str, Argument]:
+    if facts is None or layout is None:
+        return {}
+    unit = vec if layout.endswith("v") else 1
+    levels = facts.row_levels
+    inner, stride = levels[-1]
+    return {
+        f"{name}_inner": inner,
+        f"{name}_outer": (levels[0][1] if len(levels) == 2 else 0) // unit,
+        f"{name}_stride": stride // unit,
+        f"{name}_step": facts.column_stride,
+    }

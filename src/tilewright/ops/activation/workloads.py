@@ -1,0 +1,12 @@
+"""Inputs of activations as real models have them; used by tests, tuning and benchmarks alike."""
+
+from tilewright.core.op import Workload
+
+FEED_FORWARD = (
+    Workload("llama-3-8b training, 8192 tokens", 8192, 14336),
+    Workload("qwen3-0.6b training, 32768 tokens", 32768, 3072),
+    Workload("pi0.5 encoder", 968, 16384),
+    Workload("pi0.5 action expert", 10, 4096),
+    Workload("recommender, 2048 sequences of 64", 131072, 256),
+    Workload("decode, one token", 1, 14336),
+)
