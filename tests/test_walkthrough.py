@@ -99,7 +99,9 @@ def a_contributor(home: Path, device: str, **changes: str) -> Reader:
     for name, line in OP_WALK.imports.items():
         path = home / name
         before, public, names = path.read_text(encoding="utf-8").partition("__all__ = ")
-        first = before.index("from tilewright.ops.")
+        # imports are sorted: before the first family whose name comes later
+        known = re.finditer(r"^from tilewright\.ops\..*", before, re.MULTILINE)
+        first = next(found.start() for found in known if found[0] > line)
         every = [*ast.literal_eval(names), *line.partition(" import ")[2].strip().split(", ")]
         every.sort(key=lambda name: (name[0].islower(), name))  # errors first
         listed = "".join(f'    "{name}",\n' for name in every)
@@ -184,7 +186,7 @@ def test_a_wrong_one_is_caught(tmp_path: Path, device: str) -> None:
 def test_the_op_is_listed_with_its_gradient_and_kernels(contributor: Reader) -> None:
     found = {op["op"]: op for op in json.loads(contributor("ops", "--json").stdout)}
     forward, backward = (found[name] for name in OPS)
-    assert (forward["family"], forward["gradient"], backward["gradient"]) == ("rectifier", OPS[1], None)
+    assert (forward["family"], forward["gradient"], backward["gradient"]) == ("feedforward", OPS[1], None)
     assert {k["backend"]: k["available"] for k in forward["kernels"]}["triton"]
     assert [k["backend"] for k in backward["kernels"]] == ["reference", "inductor"], "served before it has a kernel"
 
@@ -201,7 +203,7 @@ def test_the_definitions_and_the_kernel_are_verified(contributor: Reader) -> Non
 def test_a_kernel_that_loses_nan_is_caught(tmp_path: Path, device: str) -> None:
     """The mistake that the document proposes, which no ordinary input shows."""
     right, broken = "tl.where(value < 0.0, 0.0, value)", "tl.where(value > 0.0, value, 0.0)"
-    assert right in OP_WALK.files["src/tilewright/ops/rectifier/triton.py"] and broken in OP_WALK.text
+    assert right in OP_WALK.files["src/tilewright/ops/feedforward/triton.py"] and broken in OP_WALK.text
     clumsy = a_contributor(tmp_path, device, **{right: broken})
     results = results_of(clumsy("verify", "--dtype", "float32", "--json", expect=1))
     red = results[f"{OPS[0]}/triton", "float32"]
@@ -250,4 +252,4 @@ def test_the_files_keep_the_rules_of_the_house(contributor: Reader) -> None:
     contributor.python(*PYTEST, "tests/test_layers.py")
     every = contributor.python(*PYTEST, "-m", "not slow", "-k", OPS[0], *APART, "tests").stdout
     assert int(re.findall(r"(\d+) passed", every)[-1]) > 30, "torch.compile, export, opcheck, gradients, bad input"
-    contributor.python(*PYTEST, "-k", "rectifier", "tests/test_house.py")
+    contributor.python(*PYTEST, "-k", "feedforward", "tests/test_house.py")
