@@ -273,7 +273,7 @@ def _rivals(part: Part, op: Any, named: dict[str, Any], wanted: Any) -> dict[str
     for peer in peers_of(op):
         if wanted is True or peer.name in wanted:
             try:
-                found[peer.name] = peer.maker(named, op.options)
+                found[peer.name] = peer.maker(named, op.usual)
             except (ImportError, NotImplementedError) as error:
                 part.note(f"{op.name}: peer {peer.name} is left out: {error}")
     return found
@@ -292,7 +292,7 @@ def _call_row(
     row["call_us"] = measure.sample(mine, 30).median
     summary: dict[str, Any] = {"call_us": round(row["call_us"], 2)}
     # the same launcher and the same allocations, without dispatch
-    options = arguments.normalise(op, list(op.options.values()), None)
+    options = arguments.normalise(op, list(op.usual.values()), None)
     call = arguments.facts_of(op, tensors, options, grad and op.gradient is not None, False)
     chosen = select(call, policy.current(), backend=None if backend == "auto" else backend).chosen
     assert chosen is not None and chosen.config is not None

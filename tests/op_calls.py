@@ -24,7 +24,7 @@ differentiable = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 def inputs_of(
     op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False
 ) -> list[Any]:
-    made = list(make_inputs(op, lead, C, dtype).values())
+    made = list(make_inputs(op, (*lead, C), dtype).values())
     if grad:
         for t in made:
             t.requires_grad_()
@@ -50,7 +50,7 @@ def same(found: Any, expected: Any, **tolerance: float) -> None:
 
 
 def node_call(op: Op[Any], inputs: list[Any], saving: bool = False) -> Any:
-    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **node.plain(op.options))
+    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **node.plain(op.usual))
 
 
 class Block(torch.nn.Module):

@@ -140,7 +140,7 @@ def test_gradcheck_in_float64(op: Op[Any]) -> None:
 @differentiable
 def test_gradients_agree_with_autograd_through_the_definition(op: Op[Any], node: bool) -> None:
     for absent in op.probes.absent:
-        made = make_inputs(op, (2, 3), C, torch.float64, absent=absent)
+        made = make_inputs(op, (2, 3, C), torch.float64, absent=absent)
         leaves = [t.requires_grad_() for t in made.values() if t is not None]
 
         def fill(call: Any, *leaves: Tensor) -> Any:

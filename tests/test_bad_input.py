@@ -242,7 +242,7 @@ def test_empty_rows_give_the_right_result_and_gradients(
     for name in (op.name, op.gradient.op):
         if backend is not None and backend not in {k.backend for k in registry.kernels_of(name)}:
             pytest.skip(f"{name} has no {backend} kernel")
-    inputs = make_inputs(op, lead, C, torch.float32)
+    inputs = make_inputs(op, (*lead, C), torch.float32)
     for t in inputs.values():
         assert t is not None
         t.requires_grad_()
@@ -257,7 +257,7 @@ def test_empty_rows_give_the_right_result_and_gradients(
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.gradient is None], ids=str)
 def test_gradients_of_ops_without_one_are_refused_by_name(op: Op[Any]) -> None:
-    inputs = list(make_inputs(op, (3,), C, torch.float32).values())
+    inputs = list(make_inputs(op, (3, C), torch.float32).values())
     assert inputs[1] is not None
     inputs[1].requires_grad_()
     with pytest.raises(tw.NoGradient, match=op.name):

@@ -37,7 +37,7 @@ def test_opcheck(op: Op[Any], saving: bool) -> None:
         pytest.skip("has no gradient, so it saves nothing")
     inputs = inputs_of(op, grad=op.gradient is not None and not saving)
     torch.library.opcheck(
-        getattr(torch.ops.tilewright, op.name + "_saving" * saving).default, tuple(inputs), node.plain(op.options)
+        getattr(torch.ops.tilewright, op.name + "_saving" * saving).default, tuple(inputs), node.plain(op.usual)
     )
 
 
@@ -47,8 +47,8 @@ def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str
     for options in op.probes.options:
         for absent in op.probes.absent:
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                chosen = {**op.options, **options}
-                made = make_inputs(op, (2, 3, 2), C, dtype, chosen, absent, layouts={"*": layout})
+                chosen = {**op.usual, **options}
+                made = make_inputs(op, (2, 3, 2, C), dtype, chosen, absent, layouts={"*": layout})
                 for saving in (False, True) if op.gradient is not None else (False,):
                     which = getattr(torch.ops.tilewright, op.name + "_saving" * saving)
                     real = listed(which(*made.values(), **node.plain(chosen)))

@@ -19,9 +19,9 @@ import torch
 
 import tilewright  # noqa: F401  declares the ops
 from tilewright.core import registry
-from tilewright.core.call import TensorFacts
 from tilewright.core.device import target_device
 from tilewright.core.kernel import Kernel
+from tilewright.tune.classes import call_of
 
 OPS = {
     backend: [op.name for op in registry.ops() if backend in {k.backend for k in registry.kernels_of(op.name)}]
@@ -37,13 +37,8 @@ def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
     op = registry.op(op_name)
     calls = []
     for columns in COLUMNS:
-        shapes = {"M C": (8192, columns), "C": (columns,), "M": (8192,)}
-        facts = {
-            n: None if n in op.probes.absent[0]
-            else TensorFacts.dense(n, shapes[op.probes.dims[n]], torch.float32 if op.probes.dims[n] == "M" else dtype)
-            for n in op.tensors
-        }  # fmt: skip
-        calls.append(op.call(facts, dict(op.options), target_device(arch), saving=op.gradient is not None))
+        saving, absent = op.gradient is not None, op.probes.absent[0]
+        calls.append(call_of(op, (8192, columns), dtype, target_device(arch), absent=absent, saving=saving))
     return calls
 
 

@@ -95,7 +95,7 @@ def test_parameters_of_mixed_dtypes_are_probed_as_they_are(op: Op[Any]) -> None:
     pairs = {(a, b) for c in mixed for a in c.dtypes for b in op.probes.either if b not in (*c.dtypes, *c.absent)}
     assert pairs == set(itertools.permutations(op.probes.either, 2))
     for case in mixed:
-        options = {**op.options, **case.options}
+        options = {**op.usual, **case.options}
         call = call_of(op, build(case, op), options, op.gradient is not None)
         wanted = layout_class(call, dict(op.options))
         assert "=fp32" in wanted and "=bf16" in wanted

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tilewright.core import declaration, registry
 from tilewright.core.errors import TilewrightError
-from tilewright.core.op import Gradient, Op, Probes, Saved, like, rows_of, upcast
+from tilewright.core.op import Gradient, Op, Saved, like, rows_of, upcast
 from tilewright.core.op import op as declare_op
+from tilewright.core.probes import Probes
 
 GOOD: dict[str, Any] = {
     "family": "test",
@@ -62,7 +63,7 @@ def test_a_good_one_is_taken() -> None:
         ({"reference": listed}, "option factor is a list"),
         ({"probes": Probes(dims={})}, "probes.dims lacks x"),
         ({"probes": Probes(dims={"x": "M C", "z": "C"})}, "probes.dims: 'z' is none of x"),
-        ({"probes": Probes(dims={"x": "M N"})}, '"M N" is none of M C, C, M'),
+        ({"probes": Probes(dims={"x": "M N"})}, '"N" in "M N" is none of M (first), C, 2C, 1'),
         ({"probes": Probes(dims={"x": "M C"}, options=({"scale": 1.0},))}, "'scale' is none of factor"),
         ({"probes": Probes(dims={"x": "M C"}, absent=(("x",),))}, "probes.absent: 'x'"),
         ({"probes": Probes(dims={"x": "M C"}, either=("w",))}, "probes.either: 'w' is none of x"),

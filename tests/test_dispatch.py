@@ -249,7 +249,7 @@ def test_results_are_new_memory_each_time(op: Op[Any]) -> None:
     """Two calls of one plan: the second must not write into what the first returned."""
     from tilewright.verify.cases import make_inputs
 
-    first, second = make_inputs(op, (3,), C, torch.float32, seed=1), make_inputs(op, (3,), C, torch.float32, seed=2)
+    first, second = make_inputs(op, (3, C), torch.float32, seed=1), make_inputs(op, (3, C), torch.float32, seed=2)
     outputs = op(*first.values())
     kept = [r.clone() for r in ([outputs] if op.single else outputs)]
     op(*second.values())

@@ -59,7 +59,8 @@ def test_plug_ins_load_and_a_failing_one_is_kept_and_shown(tmp_path: Path) -> No
 SLOW_PLUGIN = """
 import time
 from torch import Tensor
-from tilewright.core.op import Probes, like, op
+from tilewright.core.op import like, op
+from tilewright.core.probes import Probes
 time.sleep(0.5)
 @op(family="test", out={"y": like("x")}, check=lambda call: None, cost=lambda call: (0, 0),
     error_scale=lambda t, o: {}, probes=Probes(dims={"x": "M C"}))

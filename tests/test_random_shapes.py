@@ -27,7 +27,7 @@ WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 127, 128, 129, 229, 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     op = draw(st.sampled_from(OPS))
-    rows = [n for n in op.tensors if op.probes.dims[n] == "M C"]
+    rows = [n for n in op.tensors if op.probes.is_rows(n)]
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     parameters = list(op.probes.either)
     return Case(
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> Case:
         dict(draw(st.sampled_from(list(op.probes.options)))),
         draw(st.sampled_from(list(op.probes.absent))),
         dict.fromkeys(sorted(draw(st.sets(st.sampled_from(parameters)))) if parameters else (), torch.float32),
-        draw(st.dictionaries(st.sampled_from(rows), st.sampled_from(LAYOUTS), max_size=len(rows))),
+        draw(st.dictionaries(st.sampled_from(rows or [""]), st.sampled_from(LAYOUTS), max_size=len(rows))),
         draw(st.sampled_from(["normal", "wild", "large", "offset"])),
         draw(st.integers(0, 1000)),
     )
@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def run(case: Case, kernel: Kernel, emulated: bool, device: str, config: int = 0) -> None:
     op = registry.op(case.op)
-    inputs, options = build(case, op, device), {**op.options, **case.options}
+    inputs, options = build(case, op, device), {**op.usual, **case.options}
     saving = op.gradient is not None
     call = call_of(op, inputs, options, saving)
     if kernel.capability.reasons(call, emulated=emulated):
@@ -94,7 +94,7 @@ def test_values_whose_squares_overflow_make_zeros_as_in_the_definition(columns: 
 def test_the_output_rule_holds_for_every_call(case: Case) -> None:
     """Whatever kernel is chosen: shape, dtype, strides, and gradients for what asked for one."""
     op: Op[Any] = registry.op(case.op)
-    inputs, options = build(case, op), {**op.options, **case.options}
+    inputs, options = build(case, op), {**op.usual, **case.options}
     for t in inputs.values():
         if t is not None and op.gradient is not None:
             t.requires_grad_()

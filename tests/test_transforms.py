@@ -152,7 +152,8 @@ def test_double_backward_is_refused_by_name(op: Op[Any], node: bool) -> None:
 ODD_NAMES = """
 import torch, tilewright as tw
 from tilewright.core import registry
-from tilewright.core.op import Gradient, Probes, like, op
+from tilewright.core.op import Gradient, like, op
+from tilewright.core.probes import Probes
 from tilewright.verify.cases import cases
 
 shared = {"family": "odd", "check": lambda call: None, "cost": lambda call: (0, 0), "error_scale": lambda t, o: {}}

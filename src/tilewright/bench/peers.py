@@ -38,7 +38,7 @@ class Peer:
 
         Call it on the stream that will be captured: autograd runs a backward where its forward ran.
         """
-        options = {**problem.owner.options, **problem.options}
+        options = {**problem.owner.usual, **problem.options}
         if not problem.backward:
             return [self.maker(tensors, options) for tensors in sets]
 
@@ -55,7 +55,7 @@ class Peer:
         """
         if math.prod(problem.shape) > MOST_CHECKED:
             return
-        options = {**problem.owner.options, **problem.options}
+        options = {**problem.owner.usual, **problem.options}
 
         def define(tensors: Mapping[str, Any]) -> Any:
             return problem.owner.reference(*(tensors[n] for n in problem.owner.tensors), **options)

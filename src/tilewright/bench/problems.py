@@ -19,7 +19,8 @@ from tilewright.core.arguments import facts_of
 from tilewright.core.call import Call
 from tilewright.core.device import Device, device_of
 from tilewright.core.errors import InvalidArgument, UnknownName
-from tilewright.core.op import Op, Workload
+from tilewright.core.op import Op
+from tilewright.core.probes import Workload
 from tilewright.verify.cases import make_inputs
 
 Tensors = dict[str, Tensor | None]
@@ -62,10 +63,11 @@ class Problem:
     def timed_options(self) -> dict[str, Any]:
         """Options of the timed op; a backward computes every gradient that there is."""
         if not self.backward:
-            return {**self.owner.options, **self.options}
+            return {**self.owner.usual, **self.options}
         gradient = self.owner.gradient
         assert gradient is not None
-        found = {n: self.options.get(n, default) for n, default in self.op.options.items()}
+        chosen = {**self.owner.usual, **self.options}
+        found = {n: chosen.get(n, default) for n, default in self.op.usual.items()}
         if self.op.may_skip:
             wanted = {result for name, result in gradient.gives.items() if name not in self.absent}
             found["needs"] = tuple(name in wanted for name in self.op.out)
@@ -74,17 +76,17 @@ class Problem:
     def inputs(self, seed: int = 0) -> Tensors:
         """One set of the timed op's tensors."""
         return make_inputs(
-            self.op, self.shape[:-1], self.shape[-1], self.dtype,
+            self.op, self.op.probes.extent(self.shape), self.dtype,
             options=self.timed_options, absent=self._absent_here(), seed=seed, device=self.device,
         )  # fmt: skip
 
     def leaves(self, seed: int = 0) -> Tensors:
         """One set of the owner's tensors, each asking for its gradient."""
         made = make_inputs(
-            self.owner, self.shape[:-1], self.shape[-1], self.dtype,
-            options=self.options, absent=self.absent, seed=seed, device=self.device,
+            self.owner, self.owner.probes.extent(self.shape), self.dtype,
+            options={**self.owner.usual, **self.options}, absent=self.absent, seed=seed, device=self.device,
         )  # fmt: skip
-        return {n: None if t is None else t.requires_grad_() for n, t in made.items()}
+        return {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in made.items()}
 
     def upstream(self, timed: Tensors) -> list[Tensor | None]:
         """The upstream gradients of the owner's outputs among the timed op's tensors, in the order of the outputs."""
@@ -152,10 +154,10 @@ def problems(
 def _sizes(
     op: Op[Any], workloads: Sequence[str], shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    known: dict[tuple[int, ...], Workload] = {(w.rows, w.columns): w for w in op.workloads}
+    known: dict[tuple[int, ...], Workload] = {w.shape: w for w in op.workloads}
     if shapes:
         return [(known[s].name if s in known else "", s, torch.bfloat16) for s in shapes]
     picked = [w for w in op.workloads if not workloads or any(name.lower() in w.name.lower() for name in workloads)]
     if workloads and not picked:
         raise UnknownName(f"workload of {op.name}", workloads[0], [w.name for w in op.workloads])
-    return [(w.name, (w.rows, w.columns), w.dtype) for w in picked]
+    return [(w.name, w.shape, w.dtype) for w in picked]

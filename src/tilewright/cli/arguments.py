@@ -59,7 +59,7 @@ def dtype(text: str) -> Any:
 
 def options(op: Any, given: Sequence[str] | None) -> dict[str, Any]:
     """name=value pairs as the op's options, all of them, defaults included."""
-    found = dict(op.options)
+    found = dict(op.usual)
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:

@@ -67,22 +67,15 @@ def make_call(
     op: Any, shape: tuple[int, ...], dtype: Any, device: Any, *, options: Any, absent: Any, saving: bool
 ) -> Any:
     """The facts of a call with dense inputs, from the dimensions that the op declares."""
-    import torch
-
-    from tilewright.core.call import TensorFacts
     from tilewright.core.errors import NoGradient, UnknownName
+    from tilewright.tune.classes import call_of
 
     if saving and op.gradient is None:
         raise NoGradient(f"{op.name} has no gradient")
     for name in absent:
         if name not in op.optional:
             raise UnknownName(f"optional tensor of {op.name}", name, sorted(op.optional))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    kinds = {"M C": (shape, dtype), "C": (shape[-1:], dtype), "M": (shape[:-1], wide)}
-    facts = {
-        name: None if name in absent else TensorFacts.dense(name, *kinds[op.probes.dims[name]]) for name in op.tensors
-    }
-    return op.call(facts, options, device, saving=saving)
+    return call_of(op, shape, dtype, device, options=options, absent=absent, saving=saving)
 
 
 def _facts(found: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from tilewright.core.errors import TilewrightError
 if TYPE_CHECKING:
     from tilewright.core.op import Op
 
-DIMS = ("M C", "C", "M")
 OPTION_TYPES = (float, int, bool, str)
 
 
@@ -64,8 +63,16 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     probes = op.probes
     yield from _unknown("probes.dims", probes.dims, op.tensors)
     yield from (f"probes.dims lacks {name}" for name in op.tensors if name not in probes.dims)
-    yield from (f'probes.dims: "{d}" is none of {", ".join(DIMS)}' for d in probes.dims.values() if d not in DIMS)
+    yield from probes.faults()
     yield from _unknown("probes.options", {name for chosen in probes.options for name in chosen}, op.options)
+    required = [name for name, default in op.options.items() if default is inspect.Parameter.empty]
+    yield from (
+        f"probes.options: {dict(chosen)} lacks {name}, which has no default"
+        for chosen in probes.options or ({},)
+        for name in required
+        if name not in chosen
+    )
+    yield from _unknown("probes.values", probes.values, op.tensors)
     yield from _unknown("probes.absent", {name for left in probes.absent for name in left}, op.optional)
     yield from _unknown("probes.either", probes.either, op.tensors)
     for name, saved in op.saved.items():

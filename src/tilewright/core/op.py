@@ -18,6 +18,7 @@ from tilewright.core import declaration
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
 from tilewright.core.errors import InvalidArgument
+from tilewright.core.probes import Probes, Workload
 
 R = TypeVar("R")
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -65,32 +66,6 @@ class Gradient:
     gives: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Probes:
-    """How to make inputs of an op, for checks, tuning and benchmarks alike.
-
-    `dims` names the dimensions of each tensor ("M C"; M stands for any leading shape), `options` are option sets worth
-    telling apart, `absent` are sets of optional tensors to leave out together, `either` names tensors that may be
-    float32 beside a half-precision call, `derive` fills in tensors that depend on others (what forward saved).
-    """
-
-    dims: Mapping[str, str]
-    options: Sequence[Mapping[str, Any]] = ({},)
-    absent: Sequence[tuple[str, ...]] = ((),)
-    either: tuple[str, ...] = ()
-    derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A named set of inputs from a real model: leading rows and columns, the usual dtype."""
-
-    name: str
-    rows: int
-    columns: int
-    dtype: torch.dtype = torch.bfloat16
-
-
 @dataclass(eq=False)
 class Op(Generic[R]):
     """A logical operator. Call it like its reference, with `backend=` to pin one.
@@ -115,6 +90,9 @@ class Op(Generic[R]):
     tensors: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)
     options: Mapping[str, Any] = field(init=False)
+    """By name, each with its default; `inspect.Parameter.empty` where a caller must choose."""
+    usual: Mapping[str, Any] = field(init=False)
+    """Options as calls usually have them: the defaults, and the first of the probes where there is none."""
     option_types: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +102,7 @@ class Op(Generic[R]):
         self.tensors = tuple(name for name, yes in is_tensor.items() if yes)
         self.optional = frozenset(n for n in self.tensors if type(None) in typing.get_args(hints[n]))
         self.options = {p.name: p.default for p in parameters if not is_tensor[p.name]}
+        self.usual = {**self.options, **(self.probes.options[0] if self.probes.options else {})}
         self.option_types = {name: hints[name] for name in self.options}
         self.__doc__ = self.reference.__doc__
         self.__name__ = self.name

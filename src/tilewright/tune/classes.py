@@ -7,7 +7,7 @@ forward ops pass on. No memory is allocated for them beyond two rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def subjects(
     for op in ops:
         wanted: list[tuple[str, tuple[int, ...], torch.dtype]]
         if shapes is None:
-            wanted = [(w.name, (w.rows, w.columns), w.dtype) for w in op.workloads]
+            wanted = [(w.name, w.shape, w.dtype) for w in op.workloads]
         else:
             wanted = [("", tuple(shape), torch.bfloat16) for shape in shapes]
         for workload, shape, usual in wanted:
@@ -66,9 +66,9 @@ def variants(op: Op[Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], boo
                 yield (*variant, False)
         return
     absent = tuple(op.probes.absent[0])
-    yield dict(op.options), absent, False
+    yield dict(op.usual), absent, False
     if op.gradient is not None:
-        yield dict(op.options), absent, True
+        yield dict(op.usual), absent, True
 
 
 def variant(call: Call) -> str:
@@ -78,7 +78,7 @@ def variant(call: Call) -> str:
     given = [n for n in op.tensors if n in usual and call.has(n)]
     missing = [n for n in op.tensors if n in op.optional and n not in usual and not call.has(n)]
     parts = ["with " + " and ".join(given)] * bool(given) + ["without " + " or ".join(missing)] * bool(missing)
-    parts += [f"{n}={v}" for n, v in call.options.items() if n != "needs" and v != op.options[n]]
+    parts += [f"{n}={v}" for n, v in call.options.items() if n != "needs" and v != op.usual[n]]
     return ", ".join([*parts, *["training"] * call.saving])
 
 
@@ -88,7 +88,7 @@ def _as_gradient(op: Op[Any], forward: Op[Any]) -> tuple[dict[str, Any], tuple[s
     assert gradient is not None
     missing = set(forward.probes.absent[0])
     given = {*gradient.grads.values(), *(param for param, source in gradient.takes.items() if source not in missing)}
-    options = {name: forward.options.get(name, default) for name, default in op.options.items()}
+    options = {name: forward.usual.get(name, default) for name, default in op.usual.items()}
     if op.may_skip:
         wanted = {out for source, out in gradient.gives.items() if source not in missing}
         options["needs"] = tuple(out in wanted for out in op.out)
@@ -105,13 +105,15 @@ def call_of(
     absent: Sequence[str] = (),
     saving: bool = False,
 ) -> Call:
-    """The facts of a call on contiguous tensors of `shape` [..., C]."""
-    chosen = {**op.options, **(options or {})}
-    lead, columns = tuple(shape[:-1]), shape[-1]
-    small = make_inputs(op, (SMALL_ROWS,), columns, dtype, options=chosen, absent=absent)
-    sizes = {"M C": (*lead, columns), "M": lead, "C": (columns,)}
+    """The facts of a call on contiguous tensors, as large as `shape` says: [..., C], or as the op's probes have it."""
+    chosen = {**op.usual, **(options or {})}
+    extent = op.probes.extent(shape)
+    small = make_inputs(op, replace(extent, lead=(SMALL_ROWS,)), dtype, options=chosen, absent=absent)
     facts: dict[str, TensorFacts | None] = {
-        name: None if tensor is None else TensorFacts.dense(name, sizes[op.probes.dims[name]], tensor.dtype)
+        name: None
+        if tensor is None
+        # what was derived as one number is one
+        else TensorFacts.dense(name, op.probes.shape(name, extent) if tensor.dim() else (), tensor.dtype)
         for name, tensor in small.items()
     }
     return op.call({n: facts[n] for n in op.tensors}, chosen, device, saving=saving)

@@ -30,6 +30,7 @@ from tilewright.tune.pool import LIMITS, Limits, Pool, WorkerFailed, alone_on
 from tilewright.tune.report import Choice, ClassReport, PairFailure, PairTime, Report, Stage
 from tilewright.tune.rounds import EFFORT, METRICS, Effort, run
 from tilewright.tune.wire import dtype_to_json
+from tilewright.verify.cases import extent_of, main_of
 
 Progress = Callable[[int, int, str], None]
 """(classes done, classes in all, what is being done now)."""
@@ -82,7 +83,7 @@ def tune(
         if name not in registry.backend_names():
             raise UnknownName("backend", name, registry.backend_names())
     if calls is not None:
-        found = [Subject(call, "", _shape(call), _dtype(call)) for call in calls]
+        found = [Subject(call, "", _shape(call), main_of(call).dtype) for call in calls]
         where = calls[0].device if calls else _device(device)
     else:
         chosen = [registry.op(o) if isinstance(o, str) else o for o in ops] if ops is not None else registry.ops()
@@ -272,16 +273,6 @@ def _device(device: torch.device | str | None) -> Device:
     return device_of(chosen.type, chosen.index)
 
 
-def _main(call: Call) -> Any:
-    op = registry.op(call.op)
-    return next(f for n in op.tensors if op.probes.dims[n] == "M C" and (f := call.tensors[n]) is not None)
-
-
 def _shape(call: Call) -> tuple[int, ...]:
-    shape: tuple[int, ...] = _main(call).shape
-    return shape
-
-
-def _dtype(call: Call) -> torch.dtype:
-    dtype: torch.dtype = _main(call).dtype
-    return dtype
+    extent = extent_of(call)
+    return (*extent.lead, extent.columns, *extent.sizes.values())

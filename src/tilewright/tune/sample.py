@@ -19,7 +19,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
-from tilewright.verify.cases import make_inputs, other_dtypes
+from tilewright.verify.cases import extent_of, main_of, make_inputs, other_dtypes
 
 SAMPLE_US = 6_000.0
 """About how long the calls of one sample of call time take together."""
@@ -31,10 +31,9 @@ LOOKS = 3
 def inputs_of(call: Call, seed: int) -> list[Tensor | None]:
     """Tensors with exactly the facts of `call`, in the op's order."""
     op = registry.op(call.op)
-    main = next(facts for n in op.tensors if op.probes.dims[n] == "M C" and (facts := call.tensors[n]) is not None)
     device = torch.device("cpu") if not call.device.is_gpu else torch.device("cuda", call.device.index)
     made = make_inputs(
-        op, main.shape[:-1], main.columns, main.dtype,
+        op, extent_of(call), main_of(call).dtype,
         options=call.options, absent=tuple(n for n in op.tensors if call.tensors[n] is None),
         seed=seed, device=device, dtypes=other_dtypes(call),
     )  # fmt: skip

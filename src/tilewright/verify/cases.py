@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tilewright.core import registry
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.op import Op
+from tilewright.core.probes import Extent
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
@@ -42,11 +43,13 @@ class Case:
     layouts: Mapping[str, str] = field(default_factory=dict)
     values: str = "normal"
     seed: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [*self.lead, self.columns]
         extra = [f"{k}={v}" for k, v in {**self.layouts, **self.options}.items()]
         extra += [f"{n} {str(d).removeprefix('torch.')}" for n, d in self.dtypes.items()]
+        extra += [f"{n}={size}" for n, size in self.sizes.items()]
         extra += [f"no {n}" for n in self.absent] + ([self.values] if self.values != "normal" else [])
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}{rows} {' '.join(extra)}".strip()
 
@@ -54,7 +57,7 @@ class Case:
 def build(case: Case, op: Op[Any], device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
     """The case's tensors by name, in the op's order."""
     return make_inputs(
-        op, case.lead, case.columns, case.dtype,
+        op, Extent(case.lead, case.columns, {**op.probes.sizes, **case.sizes}), case.dtype,
         options=case.options, absent=case.absent, seed=case.seed, device=device,
         dtypes=case.dtypes, layouts=case.layouts, values=case.values,
     )  # fmt: skip
@@ -62,8 +65,7 @@ def build(case: Case, op: Op[Any], device: torch.device | str = "cpu") -> dict[s
 
 def make_inputs(
     op: Op[Any],
-    lead: Sequence[int],
-    columns: int,
+    size: Extent | Sequence[int],
     dtype: torch.dtype,
     options: Mapping[str, Any] | None = None,
     absent: Sequence[str] = (),
@@ -73,22 +75,25 @@ def make_inputs(
     layouts: Mapping[str, str] | None = None,
     values: str = "normal",
 ) -> dict[str, Tensor | None]:
-    """Seeded inputs of `op` with leading shape `lead` and last dimension `columns`. No global generator advances."""
-    layouts, dtypes = layouts or {}, dtypes or {}
+    """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances."""
+    extent = size if isinstance(size, Extent) else op.probes.extent(size)
+    layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
     found: dict[str, Any] = {}
     for name in op.tensors:
-        dims = op.probes.dims[name]
         if name in absent:
             found[name] = None
             continue
-        shape = {"M C": (*lead, columns), "C": (columns,), "M": tuple(lead)}[dims]
+        shape = probes.shape(name, extent)
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
-        rows = dims == "M C"
-        tensor = _values(values if rows else "normal", shape, generator, device).to(dtypes.get(name, dtype))
+        if name in probes.values:
+            tensor = probes.values[name](shape, generator, device, extent.sizes)
+        else:
+            kind = values if probes.is_rows(name) else "normal"
+            tensor = _values(kind, shape, generator, device).to(dtypes.get(name, dtype))
         found[name] = _bend(tensor, _layout_of(name, op, layouts))
-    if op.probes.derive is not None:
+    if probes.derive is not None:
         given = dict(found)
-        op.probes.derive(found, {**op.options, **(options or {})})
+        probes.derive(found, {**op.usual, **(options or {})})
         for name in op.tensors:  # what was derived is fresh memory, and asked for in a layout all the same
             if found[name] is not None and found[name] is not given[name]:
                 found[name] = _bend(found[name], _layout_of(name, op, layouts))
@@ -98,14 +103,27 @@ def make_inputs(
 def other_dtypes(call: Call) -> dict[str, torch.dtype]:
     """The parameters of `call` that are not in the dtype of its row tensors."""
     op = registry.op(call.op)
-    main = next(f for n in op.tensors if op.probes.dims[n] == "M C" and (f := call.tensors[n]) is not None)
+    main = main_of(call)
     found = {n: f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None}
     return {n: dtype for n, dtype in found.items() if dtype != main.dtype}
 
 
+def main_of(call: Call) -> TensorFacts:
+    """The tensor whose dtype is that of the call: the first of its row tensors, else of its tensors of numbers."""
+    op = registry.op(call.op)
+    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in op.probes.values]
+    return next((facts for facts in given if op.probes.is_rows(facts.name)), given[0])
+
+
+def extent_of(call: Call) -> Extent:
+    """How large the call is, in the words of the op's probes."""
+    op = registry.op(call.op)
+    return op.probes.extent_of({n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors})
+
+
 def _layout_of(name: str, op: Op[Any], layouts: Mapping[str, str]) -> str:
     """The layout asked for; "*" speaks of row tensors alone."""
-    return layouts.get(name, layouts.get("*", "") if op.probes.dims[name] == "M C" else "")
+    return layouts.get(name, layouts.get("*", "") if op.probes.is_rows(name) else "")
 
 
 def _seed(seed: int, name: str) -> int:
@@ -188,8 +206,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     size: "tiny" (an interpreter runs them), "small" (a CPU), "full" (a GPU: workloads, wide rows and huge strides too).
     """
     probes = op.probes
-    row_tensors = [n for n in op.tensors if probes.dims[n] == "M C"]
-    base: dict[str, Any] = {"op": op.name, "dtype": dtype, "absent": probes.absent[0]}
+    row_tensors = [n for n in op.tensors if probes.is_rows(n)]
+    base: dict[str, Any] = {"op": op.name, "dtype": dtype, "absent": probes.absent[0], "options": probes.options[0]}
     widths = {"tiny": (1, 96, 229, 1024), "small": WIDTHS, "full": (*WIDTHS, *WIDE)}[size]
     counts = itertools.cycle({"tiny": (1, 3)}.get(size, ROWS))
     for columns in widths:
@@ -201,7 +219,7 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     for lead in ((0,), (2, 0)):
         yield Case("empty", lead=lead, columns=64, **base)
     for absent, options in itertools.product(probes.absent, probes.options):
-        yield Case("options", **{**base, "absent": absent}, lead=(5,), columns=160, options=options)
+        yield Case("options", **{**base, "absent": absent, "options": options}, lead=(5,), columns=160)
     everything: dict[str, Any] = {**base, "absent": min(probes.absent, key=len)}
     if probes.either and dtype != torch.float32:
         wide = dict.fromkeys(probes.either, torch.float32)
@@ -232,7 +250,7 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
     for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
         yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and row_tensors:
         yield Case("beyond int32", lead=(2,), columns=256, layouts={row_tensors[-1]: "huge"}, **base)
     for seed in range(1, 3 if size == "tiny" else 5):
         count = 4 if size == "tiny" else 64
@@ -240,4 +258,5 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     if size == "full":
         for workload in op.workloads:
             rows = max(1, min(workload.rows, MOST_ELEMENTS // workload.columns))
-            yield Case(f"workload: {workload.name}", lead=(rows,), columns=workload.columns, **base)
+            sizes = dict(probes.extent(workload.shape).sizes)
+            yield Case(f"workload: {workload.name}", lead=(rows,), columns=workload.columns, sizes=sizes, **base)

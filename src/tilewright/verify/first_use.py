@@ -6,6 +6,7 @@ too: it compares the caller's own call with the reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from tilewright.core.errors import CheckFailed
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
-from tilewright.verify.cases import Case, build, other_dtypes
+from tilewright.verify.cases import Case, build, extent_of, main_of, other_dtypes
 from tilewright.verify.check import Outcome, add_to_pool, check, judge, judge_pool, truth_of
 from tilewright.verify.script import write_script
 
@@ -69,12 +70,10 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
 def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     """Cases of the call's class: its columns, dtypes, options and layouts, few and many rows, three kinds of values."""
     op = registry.op(call.op)
-    rows = [n for n in op.tensors if op.probes.dims[n] == "M C" and call.tensors[n] is not None]
-    main = call.tensors[rows[-1]]
-    assert main is not None
+    main, extent = main_of(call), extent_of(call)
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
-    many = min(call.tensors[rows[-1]].rows, 3 if tiny else 257, most)  # type: ignore[union-attr]
+    many = min(math.prod(extent.lead), 3 if tiny else 257, most)
     layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []
@@ -83,8 +82,8 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
             lead = (count, 1) if any(v == "heads" for v in layouts.values()) else (count,)
             lead = (max(1, count // 2), 2) if len(lead) == 2 else lead
             found.append(
-                Case("first use", call.op, lead, main.columns, main.dtype, dict(call.options), absent,
-                     other_dtypes(call), layouts, values, seed=place)
+                Case("first use", call.op, lead, extent.columns, main.dtype, dict(call.options), absent,
+                     other_dtypes(call), layouts, values, seed=place, sizes=extent.sizes)
             )  # fmt: skip
     return found
 

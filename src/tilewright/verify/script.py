@@ -26,7 +26,7 @@ from tilewright.verify.check import check, truth_of
 case = {case!r}
 op = registry.op(case.op)
 kernel = next(k for k in registry.kernels_of(case.op) if k.name == {name!r})
-inputs, options = build(case, op, {device!r}), {{**op.options, **case.options}}
+inputs, options = build(case, op, {device!r}), {{**op.usual, **case.options}}
 saving = op.gradient is not None and kernel.capability.gradient
 truth = truth_of(op, inputs, options, saving)
 print(check(kernel, {config!r}, op, inputs, options, truth, saving=saving).problems)

@@ -180,7 +180,7 @@ def _prepare(
 ) -> tuple[Call, dict[str, torch.Tensor | None], Truth] | str:
     """The case's call, inputs and truth; or why this kernel does not run it."""
     inputs = build(case, op, where)
-    options = {**op.options, **case.options}
+    options = {**op.usual, **case.options}
     call = call_of(op, inputs, options, saving=op.gradient is not None)
     if any(f is not None and f.numel == 0 for f in call.tensors.values()):
         return "nothing to compute: the reference serves empty calls"

@@ -10,7 +10,8 @@ from torch import Tensor
 from tilewright.core.call import Call
 from tilewright.core.contract import floating, one_of, same_shape, wide_rows
 from tilewright.core.cost import bytes_of, per_element
-from tilewright.core.op import Gradient, Probes, like, op, upcast
+from tilewright.core.op import Gradient, like, op, upcast
+from tilewright.core.probes import Probes
 from tilewright.ops.activation import workloads
 from tilewright.ops.activation.functions import APPROXIMATIONS, act, act_terms, derivative, derivative_terms
 

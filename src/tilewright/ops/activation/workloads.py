@@ -1,6 +1,6 @@
 """Inputs of activations as real models have them; used by tests, tuning and benchmarks alike."""
 
-from tilewright.core.op import Workload
+from tilewright.core.probes import Workload
 
 FEED_FORWARD = (
     Workload("llama-3-8b training, 8192 tokens", 8192, 14336),

@@ -16,7 +16,8 @@ from tilewright.core.call import Call
 from tilewright.core.contract import floating, per_column, per_row, same_shape, wide_rows
 from tilewright.core.cost import bytes_of, per_element
 from tilewright.core.errors import InvalidArgument
-from tilewright.core.op import Probes, like, needed, op, upcast
+from tilewright.core.op import like, needed, op, upcast
+from tilewright.core.probes import Probes
 from tilewright.ops.norm import workloads
 from tilewright.ops.norm.forward import l2_norm, layer_norm, rms_norm
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from tilewright.core.call import Call
 from tilewright.core.contract import floating, not_negative, per_column, same_shape, wide_rows
 from tilewright.core.cost import bytes_of, per_element
-from tilewright.core.op import Gradient, Probes, Saved, like, op, rows_of, upcast
+from tilewright.core.op import Gradient, Saved, like, op, rows_of, upcast
+from tilewright.core.probes import Probes
 from tilewright.ops.norm import workloads
 
 

@@ -1,6 +1,6 @@
 """Inputs of norms as real models have them; used by tests, tuning and benchmarks alike."""
 
-from tilewright.core.op import Workload
+from tilewright.core.probes import Workload
 
 NORM = (
     Workload("llama-3-8b training, 8192 tokens", 8192, 4096),

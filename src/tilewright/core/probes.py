@@ -1,0 +1,117 @@
+"""What an op declares so that inputs of it can be made: for checks, tuning and benchmarks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+Maker = Callable[[Shape, torch.Generator, torch.device | str, Mapping[str, int]], torch.Tensor]
+"""(shape, generator, device, named sizes) to a tensor, in a dtype of its own."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a call is: leading shape M, columns C, and the sizes that the op names beside them."""
+
+    lead: Shape
+    columns: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """How to make inputs of an op.
+
+    `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
+    twice as many, "1" is one, any other word a size that `sizes` names, with its usual value; "" is one number.
+    `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
+    tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
+    makes tensors that are no plain numbers (ids, seeds), `derive` fills in tensors that depend on others (what forward
+    saved).
+    """
+
+    dims: Mapping[str, str]
+    options: Sequence[Mapping[str, Any]] = ({},)
+    absent: Sequence[tuple[str, ...]] = ((),)
+    either: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[str, Maker] = field(default_factory=dict)
+    derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+
+    def extent(self, shape: Sequence[int]) -> Extent:
+        """The extent that a shape written [..., M, C] or, all named sizes following, [M, C, sizes...] stands for."""
+        named = len(self.sizes)
+        if named and len(shape) == 2 + named:
+            return Extent((shape[0],), shape[1], dict(zip(self.sizes, shape[2:], strict=True)))
+        return Extent(tuple(shape[:-1]), shape[-1], dict(self.sizes))
+
+    def shape(self, name: str, extent: Extent) -> Shape:
+        """The shape of tensor `name`."""
+        found: list[int] = []
+        for word in self.dims[name].split():
+            found += extent.lead if word == "M" else (self._size(word, extent),)
+        return tuple(found)
+
+    def extent_of(self, shapes: Mapping[str, Shape | None]) -> Extent:
+        """The extent of a call, from the shapes of the tensors that are given."""
+        lead: Shape = ()
+        columns, sizes = 1, dict(self.sizes)
+        for name, dims in self.dims.items():
+            shape, words = shapes.get(name), dims.split()
+            if shape is None or (not shape and words):
+                continue
+            many = len(shape) - len(words) + 1  # leading dimensions
+            if "M" in words:
+                lead, words, shape = shape[:many], words[1:], shape[many:]
+            for word, size in zip(words, shape, strict=True):
+                if word.endswith("C"):
+                    columns = size // int(word[:-1] or 1)
+                elif word in sizes:
+                    sizes[word] = size
+        return Extent(lead, columns, sizes)
+
+    def is_rows(self, name: str) -> bool:
+        """Whether it is a tensor of rows of numbers."""
+        words = self.dims[name].split()
+        return len(words) == 2 and words[0] == "M" and words[1].endswith("C") and name not in self.values
+
+    def rows(self, given: Mapping[str, Any]) -> list[str]:
+        """The row tensors among those that are given."""
+        return [name for name in self.dims if self.is_rows(name) and given.get(name) is not None]
+
+    def faults(self) -> list[str]:
+        """Words of `dims` that mean nothing."""
+        found = []
+        for dims in dict.fromkeys(self.dims.values()):
+            for place, word in enumerate(dims.split()):
+                known = word in ("C", "1", *self.sizes) or (word.endswith("C") and word[:-1].isdigit())
+                if not known and (word != "M" or place):
+                    names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
+                    found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')
+        return found
+
+    def _size(self, word: str, extent: Extent) -> int:
+        if word.endswith("C") and word not in extent.sizes:
+            return int(word[:-1] or 1) * extent.columns
+        return int(word) if word.isdigit() else extent.sizes[word]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes
+    where they differ from the usual."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: torch.dtype = torch.bfloat16
+    sizes: Shape = ()
+
+    @property
+    def shape(self) -> Shape:
+        """As `--shape` takes it."""
+        return (self.rows, self.columns, *self.sizes)
