@@ -31,13 +31,17 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _results_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_table", ROOT / "scripts" / "results_table.py")
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def _results_table() -> ModuleType:
+    return _script("results_table")
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
@@ -48,6 +52,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "api" / "index.html").is_file()
+    assert (tmp_path / "ops" / "rms_norm" / "index.html").is_file()
 
 
 def test_tables_are_in_step() -> None:
@@ -138,6 +143,22 @@ def test_every_op_has_its_place_on_the_page_of_ops() -> None:
         if op.gradient is not None:
             assert f"| `{op.name}({', '.join(op.tensors)})` |" in text, "with its tensors, in order"
             assert f"tw.{op.name}(" in text, "with an example"
+
+
+def test_every_op_has_a_page_of_its_own_made_from_what_is_known_of_it() -> None:
+    pages = _script("op_pages").pages()
+    for op in registry.ops():
+        if registry.served_by(op.name):
+            continue
+        text = pages[f"ops/{op.name}.md"]
+        assert all(f"| `{name}` |" in text for name in (*op.tensors, *op.options)), op
+        for kernel in registry.kernels_of(op.name):
+            assert f"| {kernel.name.removeprefix(op.name + '/')} |" in text, kernel
+        commands = re.findall(r"^tilewright .*?(?=  #)", text, re.MULTILINE)
+        assert len(commands) == 4
+        for words in map(shlex.split, commands):
+            get_command(cli.app).commands[words[1]].make_context(words[1], words[2:])
+    assert "µs" in pages["ops/rms_norm.md"] and "on sm_90" in pages["ops/rms_norm.md"]
 
 
 def test_the_table_that_explain_is_read_from_is_its_own(tmp_path: Path) -> None:
