@@ -266,5 +266,7 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
     if saving and found.chosen is not None:
         wanted = tuple(isinstance(t, Tensor) and t.requires_grad for t in tensors)
         refused = Backward(op, chosen, backend, (policy.current(), deterministic)).refusal(call, wanted)
-        found.notes += [f"such a call raises NoKernel: {refused}"] if refused else []
+        if refused:
+            found.chosen, found.why = None, "none: its gradient could not be had, which raises NoKernel"
+            found.notes.append(refused)
     return found
