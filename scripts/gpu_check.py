@@ -34,7 +34,7 @@ import tilewright as tw  # noqa: E402
 from tilewright.bench import measure  # noqa: E402
 from tilewright.bench.engine import bench  # noqa: E402
 from tilewright.bench.peers import peers_of  # noqa: E402
-from tilewright.bench.problems import problems  # noqa: E402
+from tilewright.bench.problems import PASSES, problems  # noqa: E402
 from tilewright.bench.results import machine, software  # noqa: E402
 from tilewright.core import arguments, policy, registry, times  # noqa: E402
 from tilewright.core.classes import call_class  # noqa: E402
@@ -174,10 +174,9 @@ def _conformance_apart(part: Part, options: argparse.Namespace, step: tuple[str,
 
 
 def benchmarks(part: Part, options: argparse.Namespace) -> bool:
-    """Norm workloads, forward and backward, with peers. `bench.json` is what `tilewright bench --json` writes."""
-    shapes = options.shapes or LARGE + SMALL
-    ops = options.ops or MAIN + OTHERS
-    work = [(op, shape, p) for op in ops for shape in shapes for p in ("forward", "backward")]
+    """Workloads, forward and backward, with peers. `bench.json` is what `tilewright bench --json` writes."""
+    ops = [registry.op(name) for name in options.ops or MAIN + OTHERS]
+    work = [(op.name, shape, p) for op in ops for shape in options.shapes or _shapes(op) for p in PASSES]
     merged: dict[str, Any] = {}
     peers: dict[str, Any] = {**environment(), "results": [], "notes": part.notes}
     for op, shape, name in part.steps(work):
@@ -211,6 +210,11 @@ def benchmarks(part: Part, options: argparse.Namespace) -> bool:
         part.write(merged)
         part.write(peers, part.path.with_name("bench-peers.json"))
     return bool(merged)
+
+
+def _shapes(op: Any) -> list[tuple[int, ...]]:
+    """What the goals are stated for: the norms' own, and the workloads of any other op."""
+    return LARGE + SMALL if op.family == "norm" else [workload.shape for workload in op.workloads]
 
 
 def _keep_times(rows: Sequence[Any], device: Any) -> None:
