@@ -42,7 +42,8 @@ def loss(results: Any) -> Tensor:
 
 
 def gradients(call: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(loss(call(*inputs)), inputs))
+    options = call.usual if isinstance(call, Op) else {}
+    return list(torch.autograd.grad(loss(call(*inputs, **options)), inputs))
 
 
 def same(found: Any, expected: Any, **tolerance: float) -> None:
@@ -61,4 +62,5 @@ class Block(torch.nn.Module):
         self.width = len(inputs)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        return listed(self.op(*tensors, self.parameter) if self.width > 1 else self.op(self.parameter * tensors[0]))
+        given = (*tensors, self.parameter) if self.width > 1 else (self.parameter * tensors[0],)
+        return listed(self.op(*given, **self.op.usual))

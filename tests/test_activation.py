@@ -53,6 +53,7 @@ def test_the_activation_is_not_rounded_before_the_product() -> None:
     gate, up = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = tw.swiglu(gate, up)
     assert torch.equal(y, (F.silu(gate.double()) * up.double()).float().bfloat16())
+    assert torch.equal(y, tw.swiglu_packed(torch.cat([gate, up], -1), gate="first"))
     assert not torch.equal(y, F.silu(gate) * up)
 
 
@@ -61,12 +62,56 @@ def test_halves_of_a_projection(op: Callable[[Tensor, Tensor], Tensor]) -> None:
     x = torch.randn(6, 2 * 40, requires_grad=True)
     gate, up = x.chunk(2, -1)
     y = op(gate, up)
-    assert torch.equal(y, op(gate.contiguous(), up.contiguous())) and y.is_contiguous()
+    # torch's own functions differ in the last bit between strided and dense memory
+    torch.testing.assert_close(y, op(gate.contiguous(), up.contiguous()))
+    assert y.is_contiguous()
     whole = torch.autograd.grad(y.sum(), x)[0]  # of an expanded 1
     parts = torch.autograd.grad(
         op(*(leaves := [gate.detach().requires_grad_(), up.detach().requires_grad_()])).sum(), leaves
     )
     assert torch.equal(whole, torch.cat(parts, -1))
+
+
+PACKED = {
+    "swiglu": (lambda x, **o: tw.swiglu_packed(x, **o), lambda gate, up: tw.swiglu(gate, up)),
+    "geglu": (lambda x, **o: tw.geglu_packed(x, **o), lambda gate, up: tw.geglu(gate, up)),
+    "geglu erf": (
+        lambda x, **o: tw.geglu_packed(x, approximate="none", **o),
+        lambda gate, up: tw.geglu(gate, up, approximate="none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("gate", ["first", "second"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_packed_is_the_op_on_its_parts(name: str, gate: str, interleaved: bool, dtype: torch.dtype) -> None:
+    """Gradient included: which part is the gate, and where it lies. (The last bit is torch's: strided or dense.)"""
+    packed, apart = PACKED[name]
+    x = torch.randn(5, 2 * 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    x.requires_grad_()
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    parts = (first, second) if gate == "first" else (second, first)
+    y, expected = packed(x, gate=gate, interleaved=interleaved), apart(*(p.contiguous() for p in parts))
+    torch.testing.assert_close(y, expected)
+    assert y.shape == (5, 24) and y.is_contiguous()
+    weight = torch.arange(y.numel(), dtype=dtype).reshape(y.shape)
+    found, wanted = (torch.autograd.grad((t * weight).sum(), x)[0] for t in (y, expected))
+    torch.testing.assert_close(found, wanted)
+    assert found.is_contiguous()
+
+
+def test_packed_refusals() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(TypeError, match="gate"):
+        tw.swiglu_packed(x)  # type: ignore[call-arg]
+    with pytest.raises(tw.InvalidArgument, match=r"gate: 'left'.*'first', 'second'"):
+        tw.geglu_packed(x, gate="left")
+    with pytest.raises(tw.InvalidArgument, match=r"x: shape \[3, 7\].*even"):
+        tw.swiglu_packed(x[:, :7], gate="first")
+    with pytest.raises(tw.InvalidArgument, match=r"dy: shape \[3, 8\].*\[3, 4\]"):
+        tw.swiglu_packed_backward(x, x, gate="first")
 
 
 def test_refusals() -> None:

@@ -27,16 +27,16 @@ from tilewright.verify.cases import make_inputs
 def test_no_grad_and_inference_mode(op: Op[Any]) -> None:
     outside = inputs_of(op, grad=op.gradient is not None)
     with torch.no_grad():
-        expected = listed(op(*outside))
+        expected = listed(op(*outside, **op.usual))
         assert not any(r.requires_grad for r in expected)
     with torch.inference_mode():
         inside = inputs_of(op)
-        found, mixed = listed(op(*outside)), listed(op(*inside))
+        found, mixed = listed(op(*outside, **op.usual)), listed(op(*inside, **op.usual))
         assert all(r.is_inference() for r in (*found, *mixed))
     same(found, expected), same(mixed, expected)
-    same(listed(op(*inside)), expected)
+    same(listed(op(*inside, **op.usual)), expected)
     if op.gradient is not None:
-        assert all(r.requires_grad for r in listed(op(*outside)))
+        assert all(r.requires_grad for r in listed(op(*outside, **op.usual)))
 
 
 @pytest.mark.parametrize("backend", [None, "reference", "vendor"])
@@ -46,11 +46,11 @@ def test_autocast_changes_nothing(op: Op[Any], dtype: torch.dtype, backend: str 
     """The rule: an op keeps the dtype of x and accumulates in float32, whatever autocast says."""
     inputs = inputs_of(op, dtype=dtype, grad=op.gradient is not None)
     with torch.no_grad():
-        if backend and tw.explain(op, *inputs, backend=backend).chosen is None:
+        if backend and tw.explain(op, *inputs, backend=backend, **op.usual).chosen is None:
             pytest.skip(f"{backend} does not take this call")
-        expected = listed(op(*inputs, backend=backend))
+        expected = listed(op(*inputs, backend=backend, **op.usual))
         with torch.autocast("cpu", torch.float16):
-            found = listed(op(*inputs, backend=backend))
+            found = listed(op(*inputs, backend=backend, **op.usual))
             nodes = listed(node_call(op, inputs)) if backend is None else found
     assert [f.dtype for f in found] == [e.dtype for e in expected]
     same(found, expected, rtol=0, atol=0), same(nodes, expected)
@@ -84,10 +84,10 @@ def asks_for_autocast(x: Tensor, *, eps: float, saving: bool) -> list[Tensor]:
 @every_op
 def test_deterministic_algorithms(op: Op[Any]) -> None:
     inputs = inputs_of(op)
-    expected = listed(op(*inputs))
+    expected = listed(op(*inputs, **op.usual))
     torch.use_deterministic_algorithms(True)
     try:
-        same(listed(op(*inputs)), expected)
+        same(listed(op(*inputs, **op.usual)), expected)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -114,7 +114,7 @@ def test_activation_checkpointing(op: Op[Any], kind: str) -> None:
         more["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
 
     def model(*tensors: Tensor) -> list[Tensor]:
-        return [r.sin() for r in listed(op(*[t * 2 for t in tensors]))]
+        return [r.sin() for r in listed(op(*[t * 2 for t in tensors], **op.usual))]
 
     found = torch.autograd.grad(loss(model(*inputs)), inputs)
     outputs = checkpoint(lambda *t: tuple(model(*t)), *inputs, **more)
@@ -132,7 +132,7 @@ def test_gradcheck_in_float64(op: Op[Any]) -> None:
     for options in op.probes.options:
         if options.get("cast_before_weight"):
             continue  # rounds in between, though not in float64
-        inputs = [t.detach()[..., :5].contiguous().requires_grad_() for t in inputs_of(op, (3,), torch.float64)]
+        inputs = [t.requires_grad_() for t in make_inputs(op, (3, 5), torch.float64).values() if t is not None]
         assert torch.autograd.gradcheck(lambda *t: op(*t, **options), inputs)  # noqa: B023
 
 
@@ -141,13 +141,13 @@ def test_gradcheck_in_float64(op: Op[Any]) -> None:
 def test_gradients_agree_with_autograd_through_the_definition(op: Op[Any], node: bool) -> None:
     for absent in op.probes.absent:
         made = make_inputs(op, (2, 3, C), torch.float64, absent=absent)
-        leaves = [t.requires_grad_() for t in made.values() if t is not None]
+        leaves, options = [t.requires_grad_() for t in made.values() if t is not None], op.usual
 
         def fill(call: Any, *leaves: Tensor) -> Any:
             rest = iter(leaves)
-            return call(*[None if t is None else next(rest) for t in made.values()])  # noqa: B023
+            return call(*[None if t is None else next(rest) for t in made.values()], **options)  # noqa: B023
 
-        call = (lambda *t: node_call(op, list(t))) if node else op
+        call = (lambda *t, **_: node_call(op, list(t))) if node else op
         same(gradients(lambda *t: fill(call, *t), leaves), gradients(lambda *t: fill(op.reference, *t), leaves))  # noqa: B023
 
 
@@ -157,7 +157,7 @@ def test_each_input_alone_may_want_a_gradient(op: Op[Any]) -> None:
     for i, expected in enumerate(every):
         inputs = inputs_of(op)
         inputs[i].requires_grad_()
-        loss(op(*inputs)).backward()
+        loss(op(*inputs, **op.usual)).backward()
         same([inputs[i].grad], [expected])
         assert all(t.grad is None for j, t in enumerate(inputs) if j != i)
         loss(node_call(op, inputs)).backward()
@@ -169,12 +169,12 @@ def test_each_input_alone_may_want_a_gradient(op: Op[Any]) -> None:
 def test_outputs_may_go_unused(op: Op[Any], used: tuple[bool, bool]) -> None:
     inputs = inputs_of(op, grad=True)
     pick = lambda results: [r for r, u in zip(results, used, strict=True) if u]  # noqa: E731
-    found = torch.autograd.grad(loss(pick(op(*inputs))), inputs, allow_unused=True)
-    expected = torch.autograd.grad(loss(pick(op.reference(*inputs))), inputs, allow_unused=True)
+    found = torch.autograd.grad(loss(pick(op(*inputs, **op.usual))), inputs, allow_unused=True)
+    expected = torch.autograd.grad(loss(pick(op.reference(*inputs, **op.usual))), inputs, allow_unused=True)
     for f, e in zip(found, expected, strict=True):
         zero = torch.zeros(()) if f is None and e is None else torch.zeros_like(e if f is None else f)
         same([zero if f is None else f], [zero if e is None else e], rtol=1e-4, atol=1e-4)
-    outputs = op(*inputs)
+    outputs = op(*inputs, **op.usual)
     loss([o.detach().requires_grad_() for o in outputs]).backward()  # none of them used
     assert all(t.grad is None for t in inputs)
 
@@ -182,10 +182,12 @@ def test_outputs_may_go_unused(op: Op[Any], used: tuple[bool, bool]) -> None:
 @differentiable
 def test_expanded_and_strided_upstream_gradients(op: Op[Any]) -> None:
     inputs = inputs_of(op, grad=True)
-    sums = torch.autograd.grad(sum(r.sum() for r in listed(op(*inputs))), inputs)
-    ones = torch.autograd.grad(listed(op(*inputs)), inputs, [torch.ones_like(r) for r in listed(op(*inputs))])
+    sums = torch.autograd.grad(sum(r.sum() for r in listed(op(*inputs, **op.usual))), inputs)
+    ones = torch.autograd.grad(
+        listed(op(*inputs, **op.usual)), inputs, [torch.ones_like(r) for r in listed(op(*inputs, **op.usual))]
+    )
     same(sums, ones, rtol=1e-4, atol=1e-5)
-    results = listed(op(*inputs))
+    results = listed(op(*inputs, **op.usual))
     dense = [torch.randn(r.shape) for r in results]
     strided = [torch.stack([d, d], -1)[..., 0] for d in dense]
     swapped = [d.t().contiguous().t() for d in dense]
@@ -216,7 +218,7 @@ def test_gradients_of_permuted_inputs(op: Op[Any]) -> None:
         bent = [t.transpose(0, 2).contiguous().transpose(0, 2) if t.dim() > 1 else t for t in plain]
         for t in bent:
             t.requires_grad_()
-        assert all(r.is_contiguous() for r in listed(op(*bent)))
+        assert all(r.is_contiguous() for r in listed(op(*bent, **op.usual)))
         same(gradients(op, bent), gradients(op, dense), rtol=1e-4, atol=1e-5)
 
 
@@ -230,7 +232,7 @@ def test_changing_a_saved_tensor_in_place_is_noticed(op: Op[Any]) -> None:
     for taken in set(op.gradient.takes.values()) & set(names):
         inputs = inputs_of(op, grad=True)
         working = [t * 1 for t in inputs]
-        results = listed(op(*working))
+        results = listed(op(*working, **op.usual))
         victim = [*working, *results][names.index(taken)]
         with torch.no_grad():
             victim.add_(1)
@@ -251,7 +253,7 @@ def test_outputs_that_are_not_saved_may_change_in_place() -> None:
 def test_hooks_retained_graphs_and_accumulation(op: Op[Any]) -> None:
     inputs = inputs_of(op, grad=True)
     seen: list[Tensor] = []
-    results = listed(op(*inputs))
+    results = listed(op(*inputs, **op.usual))
     results[0].register_hook(lambda g: seen.append(g) or g * 2)
     handle = inputs[0].register_hook(seen.append)
     total = loss(results[0])
@@ -265,14 +267,15 @@ def test_hooks_retained_graphs_and_accumulation(op: Op[Any]) -> None:
         total.backward()
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
-        results = listed(op(*inputs))
+        results = listed(op(*inputs, **op.usual))
     same(torch.autograd.grad(loss(results), inputs), gradients(op, inputs))
     assert packed
 
 
 @differentiable
 def test_threads_may_race_on_a_miss(op: Op[Any]) -> None:
-    expected = {rows: gradients(op.reference, inputs_of(op, (rows,), grad=True)) for rows in (2, 3, 70)}
+    define = lambda *t: op.reference(*t, **op.usual)  # noqa: E731
+    expected = {rows: gradients(define, inputs_of(op, (rows,), grad=True)) for rows in (2, 3, 70)}
     errors: list[BaseException] = []
     barrier = threading.Barrier(6)
 

@@ -246,7 +246,7 @@ def test_empty_rows_give_the_right_result_and_gradients(
     for t in inputs.values():
         assert t is not None
         t.requires_grad_()
-    outputs = op(*inputs.values(), backend=backend)
+    outputs = op(*inputs.values(), backend=backend, **op.usual)
     outputs = [outputs] if op.single else list(outputs)
     assert all(o.shape == (*lead, C) and o.is_contiguous() for o in outputs)
     sum(o.sum() for o in outputs).backward()
@@ -261,9 +261,9 @@ def test_gradients_of_ops_without_one_are_refused_by_name(op: Op[Any]) -> None:
     assert inputs[1] is not None
     inputs[1].requires_grad_()
     with pytest.raises(tw.NoGradient, match=op.name):
-        op(*inputs)
+        op(*inputs, **op.usual)
     with torch.no_grad():
-        assert op(*inputs) is not None
+        assert op(*inputs, **op.usual) is not None
 
 
 def test_a_failing_call_in_the_middle_of_a_graph_leaves_gradients_right() -> None:

@@ -69,7 +69,7 @@ def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str
 def test_meta_tensors_give_meta_tensors(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     for _ in range(2):  # a plan of the one must not serve the other
-        real, meta = listed(op(*inputs)), listed(op(*[t.to("meta") for t in inputs]))
+        real, meta = listed(op(*inputs, **op.usual)), listed(op(*[t.to("meta") for t in inputs], **op.usual))
         assert all(m.is_meta and not r.is_meta and m.shape == r.shape and m.dtype == r.dtype
                    for r, m in zip(real, meta, strict=True))  # fmt: skip
 
@@ -78,11 +78,11 @@ def test_meta_tensors_give_meta_tensors(op: Op[Any]) -> None:
 def test_make_fx_shows_one_node(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     for mode in ("fake", "symbolic", "real"):
-        graph = make_fx(lambda *t: listed(op(*t)), tracing_mode=mode)(*inputs)
+        graph = make_fx(lambda *t: listed(op(*t, **op.usual)), tracing_mode=mode)(*inputs)
         targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
         assert targets[0] == f"tilewright.{op.name}.default"
         assert all("getitem" in t for t in targets[1:])
-        same(graph(*inputs), listed(op(*inputs)))
+        same(graph(*inputs), listed(op(*inputs, **op.usual)))
 
 
 # torch.compile and export ---------------------------------------------------------------------------------------------
@@ -90,16 +90,16 @@ def test_make_fx_shows_one_node(op: Op[Any]) -> None:
 
 @every_op
 def test_full_graph_compile_forward_and_backward(op: Op[Any], fresh: None) -> None:
-    compiled = torch.compile(lambda *t: op(*t), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda *t: op(*t, **op.usual), backend="aot_eager", fullgraph=True)
     if op.gradient is None:
         inputs = inputs_of(op)
-        same(listed(compiled(*inputs)), listed(op(*inputs)))
+        same(listed(compiled(*inputs)), listed(op(*inputs, **op.usual)))
         return
     inputs = inputs_of(op, grad=True)
-    same(listed(compiled(*inputs)), listed(op(*inputs)))
+    same(listed(compiled(*inputs)), listed(op(*inputs, **op.usual)))
     same(gradients(compiled, inputs), gradients(op, inputs))
     plain = [t.detach() for t in inputs]
-    same(listed(compiled(*plain)), listed(op(*plain)))
+    same(listed(compiled(*plain)), listed(op(*plain, **op.usual)))
 
 
 @differentiable
@@ -107,7 +107,7 @@ def test_dynamic_shapes_do_not_recompile_for_ever(op: Op[Any], fresh: None) -> N
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *t: op(*t), backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda *t: op(*t, **op.usual), backend=counter, fullgraph=True)
     for rows in (3, 5, 7, 11, 13, 17):
         inputs = inputs_of(op, (rows,), grad=True)
         same(gradients(compiled, inputs), gradients(op, inputs))
@@ -129,9 +129,9 @@ def test_compiled_graphs_keep_pins_and_follow_the_policy_of_the_run(fresh: None)
 @pytest.mark.slow
 @differentiable
 def test_inductor_compiles_forward_and_backward(op: Op[Any], fresh: None) -> None:
-    compiled = torch.compile(lambda *t: [r * 2 for r in listed(op(*t))], fullgraph=True)
+    compiled = torch.compile(lambda *t: [r * 2 for r in listed(op(*t, **op.usual))], fullgraph=True)
     inputs = inputs_of(op, grad=True)
-    same(gradients(compiled, inputs), gradients(lambda *t: [r * 2 for r in listed(op(*t))], inputs))
+    same(gradients(compiled, inputs), gradients(lambda *t: [r * 2 for r in listed(op(*t, **op.usual))], inputs))
 
 
 @pytest.mark.parametrize("strict", [False, True])

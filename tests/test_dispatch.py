@@ -250,9 +250,9 @@ def test_results_are_new_memory_each_time(op: Op[Any]) -> None:
     from tilewright.verify.cases import make_inputs
 
     first, second = make_inputs(op, (3, C), torch.float32, seed=1), make_inputs(op, (3, C), torch.float32, seed=2)
-    outputs = op(*first.values())
+    outputs = op(*first.values(), **op.usual)
     kept = [r.clone() for r in ([outputs] if op.single else outputs)]
-    op(*second.values())
+    op(*second.values(), **op.usual)
     for output, copy_ in zip([outputs] if op.single else outputs, kept, strict=True):
         assert torch.equal(output, copy_)
 

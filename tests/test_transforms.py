@@ -42,9 +42,9 @@ def test_a_dispatch_mode_sees_the_node(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     for mode in (Log, Hidden, Log, Hidden):  # cold, and where a plan is warm
         with mode() as log:
-            found = op(*inputs)
+            found = op(*inputs, **op.usual)
         assert log.seen == [f"tilewright.{op.name}.default"]
-        same(listed(found), listed(op(*inputs))), op(*inputs)
+        same(listed(found), listed(op(*inputs, **op.usual))), op(*inputs, **op.usual)
 
 
 @every_op
@@ -56,13 +56,13 @@ def test_function_modes_and_default_devices_change_nothing(op: Op[Any]) -> None:
 
     seen: list[Any] = []
     inputs = inputs_of(op)
-    expected = listed(op(*inputs))
+    expected = listed(op(*inputs, **op.usual))
     with Mode():
-        same(listed(op(*inputs)), expected)
+        same(listed(op(*inputs, **op.usual)), expected)
     assert any(op.name in str(f) for f in seen)
     for where in ("cpu", "meta"):
         with torch.device(where):
-            same(listed(op(*inputs)), expected)
+            same(listed(op(*inputs, **op.usual)), expected)
 
 
 class Labelled(Tensor):
@@ -72,12 +72,12 @@ class Labelled(Tensor):
 @every_op
 def test_subclasses_and_parameters(op: Op[Any]) -> None:
     inputs = inputs_of(op)
-    expected = listed(op(*inputs))
-    found = listed(op(inputs[0].as_subclass(Labelled), *inputs[1:]))
+    expected = listed(op(*inputs, **op.usual))
+    found = listed(op(inputs[0].as_subclass(Labelled), *inputs[1:], **op.usual))
     assert all(isinstance(f, Labelled) for f in found)
     same([f.as_subclass(Tensor) for f in found], expected)
     with torch.no_grad():
-        same(listed(op(*[torch.nn.Parameter(t) for t in inputs])), expected)
+        same(listed(op(*[torch.nn.Parameter(t) for t in inputs], **op.usual)), expected)
 
 
 def test_lazily_negated_tensors_are_read_right() -> None:
@@ -108,17 +108,17 @@ def test_functional_transforms_are_refused(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     stacked = [torch.stack([t, t]) for t in inputs]
     with pytest.raises(tw.Unsupported, match=rf"{op.name}: torch.func"):
-        torch.func.vmap(lambda *t: op(*t))(*stacked)
+        torch.func.vmap(lambda *t: op(*t, **op.usual))(*stacked)
     with pytest.raises(tw.Unsupported, match=r"torch\.func"):
-        torch.func.grad(lambda t: loss(op(t, *inputs[1:])))(inputs[0])
+        torch.func.grad(lambda t: loss(op(t, *inputs[1:], **op.usual)))(inputs[0])
     with pytest.raises(tw.Unsupported, match=r"torch\.func"):
-        torch.func.jvp(lambda t: listed(op(t, *inputs[1:]))[0], (inputs[0],), (torch.ones_like(inputs[0]),))
+        torch.func.jvp(lambda t: listed(op(t, *inputs[1:], **op.usual))[0], (inputs[0],), (torch.ones_like(inputs[0]),))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
         with pytest.raises(tw.Unsupported, match="forward-mode tangent"):
-            op(dual, *inputs[1:])
-        same(listed(op(*inputs)), listed(op(*inputs)))
-    same(listed(op(*inputs)), listed(op(*inputs)))
+            op(dual, *inputs[1:], **op.usual)
+        same(listed(op(*inputs, **op.usual)), listed(op(*inputs, **op.usual)))
+    same(listed(op(*inputs, **op.usual)), listed(op(*inputs, **op.usual)))
 
 
 def test_dtensor_is_refused() -> None:
@@ -144,7 +144,9 @@ def test_double_backward_is_refused_by_name(op: Op[Any], node: bool) -> None:
     inputs = inputs_of(op, grad=True)
     assert op.gradient is not None
     with pytest.raises(tw.NoGradient, match=f"{op.gradient.op} has no gradient: double backward"):
-        found = torch.autograd.grad(loss(node_call(op, inputs) if node else op(*inputs)), inputs, create_graph=True)
+        found = torch.autograd.grad(
+            loss(node_call(op, inputs) if node else op(*inputs, **op.usual)), inputs, create_graph=True
+        )
         sum(g.square().sum() for g in found).backward()
     same(gradients(op, inputs), gradients(op, inputs))
 

@@ -233,7 +233,7 @@ def test_classes_are_those_that_calls_meet() -> None:
             patch.setattr("tilewright.core.selection.weigh", noting)
             with tw.use(backend="reference"):
                 evidence.bump()
-                outputs = op(**tensors)
+                outputs = op(**tensors, **op.usual)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 sum(o.sum() for o in outputs).backward()
         expected = {

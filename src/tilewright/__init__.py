@@ -27,12 +27,16 @@ from tilewright.models import patch, unpatch
 from tilewright.ops.activation import (
     geglu,
     geglu_backward,
+    geglu_packed,
+    geglu_packed_backward,
     gelu,
     gelu_backward,
     silu,
     silu_backward,
     swiglu,
     swiglu_backward,
+    swiglu_packed,
+    swiglu_packed_backward,
 )
 from tilewright.ops.norm import (
     add_layer_norm,
@@ -86,6 +90,8 @@ __all__ = [
     "explain",
     "geglu",
     "geglu_backward",
+    "geglu_packed",
+    "geglu_packed_backward",
     "gelu",
     "gelu_backward",
     "l2_norm",
@@ -99,6 +105,8 @@ __all__ = [
     "silu_backward",
     "swiglu",
     "swiglu_backward",
+    "swiglu_packed",
+    "swiglu_packed_backward",
     "unpatch",
     "use",
 ]

@@ -1,12 +1,19 @@
-"""The activation family: swiglu, geglu, silu, gelu and their gradients.
+"""The activation family: swiglu and geglu, their packed forms, silu, gelu and their gradients.
 
-The ops are in `gated` (a gate and a value) and `unary` (one input), the functions that they share in `functions`. Their
-kernels are declared in `kernels.py` and written in one file a backend; the workloads are in `workloads.py`.
+The ops are in `gated` (a gate and a value), `packed` (both in one tensor) and `unary` (one input), the functions that
+they share in `functions`. Their kernels are declared in `kernels.py` and written in one file a backend; the workloads
+are in `workloads.py`.
 """
 
 from tilewright.core import registry
 from tilewright.ops.activation.gated import geglu, geglu_backward, swiglu, swiglu_backward
 from tilewright.ops.activation.kernels import KERNELS
+from tilewright.ops.activation.packed import (
+    geglu_packed,
+    geglu_packed_backward,
+    swiglu_packed,
+    swiglu_packed_backward,
+)
 from tilewright.ops.activation.unary import gelu, gelu_backward, silu, silu_backward
 
 registry.add_kernels(KERNELS)
@@ -14,10 +21,14 @@ registry.add_kernels(KERNELS)
 __all__ = [
     "geglu",
     "geglu_backward",
+    "geglu_packed",
+    "geglu_packed_backward",
     "gelu",
     "gelu_backward",
     "silu",
     "silu_backward",
     "swiglu",
     "swiglu_backward",
+    "swiglu_packed",
+    "swiglu_packed_backward",
 ]

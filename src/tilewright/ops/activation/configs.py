@@ -33,9 +33,16 @@ def rows_and_columns(call: Call) -> TensorFacts:
     return found
 
 
+def packing(call: Call) -> str:
+    """How gate and up lie in one tensor: "halves", "pairs" (interleaved), or "" where each is its own."""
+    if "interleaved" not in call.options:
+        return ""
+    return "pairs" if call.interleaved else "halves"
+
+
 def is_flat(call: Call) -> bool:
-    """Whether everything lies in memory as one dense run, so that rows do not matter."""
-    return all(facts.contiguous for facts in inputs_of(call).values())
+    """Whether everything lies in memory as one dense run, so that rows do not matter. Halves alternate row by row."""
+    return packing(call) != "halves" and all(facts.contiguous for facts in inputs_of(call).values())
 
 
 def triton_configs(call: Call) -> tuple[Config, ...]:
@@ -64,9 +71,9 @@ MOST_ROWS = 1 << 30
 
 
 def vector(call: Call) -> int:
-    """Elements of one access: the widest up to 16 bytes that divides the row."""
+    """Elements of one access: the widest up to 16 bytes that divides the row. Of pairs as many are read at once."""
     shape = rows_and_columns(call)
-    width = 16 // shape.dtype.itemsize
+    width = 16 // shape.dtype.itemsize // (2 if packing(call) == "pairs" else 1)
     while shape.columns % width:
         width //= 2
     return width

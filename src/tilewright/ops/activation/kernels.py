@@ -9,7 +9,7 @@ from tilewright.ops.activation import configs
 _HERE = "tilewright.ops.activation"
 READ = ("gate", "up", "x")
 """Read as dense in the last dimension; an upstream gradient may be strided in any way."""
-FORWARD = ("swiglu", "geglu", "silu", "gelu")
+FORWARD = ("swiglu", "swiglu_packed", "geglu", "geglu_packed", "silu", "gelu")
 PASSES = [*((op, "forward") for op in FORWARD), *((f"{op}_backward", "backward") for op in FORWARD)]
 
 TRITON_KERNELS = [

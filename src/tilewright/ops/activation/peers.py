@@ -29,6 +29,19 @@ def _geglu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def _parts(x: Tensor, gate: str, interleaved: bool) -> tuple[Tensor, Tensor]:
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return (first, second) if gate == "first" else (second, first)
+
+
+def _swiglu_packed(x: Tensor, gate: str, interleaved: bool) -> Tensor:
+    return _swiglu(*_parts(x, gate, interleaved))
+
+
+def _geglu_packed(x: Tensor, gate: str, interleaved: bool, approximate: str) -> Tensor:
+    return _geglu(*_parts(x, gate, interleaved), approximate)
+
+
 def _silu(x: Tensor) -> Tensor:
     return F.silu(x)
 
@@ -38,7 +51,8 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _arguments(t: Tensors, o: Options) -> list[Any]:
-    return [*t.values(), *([o["approximate"]] if "approximate" in o else [])]
+    """As the functions above take them: an op's tensors, then its options, each in its order."""
+    return [*t.values(), *o.values()]
 
 
 def _eager(function: Callable[..., Any]) -> Maker:
@@ -88,9 +102,29 @@ def _liger_geglu(t: Tensors, o: Options) -> Run:
     return lambda: LigerGELUMulFunction.apply(t["gate"], t["up"])
 
 
+def _liger_packed(function: Maker) -> Maker:
+    def maker(t: Tensors, o: Options) -> Run:
+        if o["interleaved"]:
+            raise NotImplementedError("takes halves only")
+        gate, up = _parts(t["x"], o["gate"], False)
+        return function({"gate": gate, "up": up}, o)
+
+    return maker
+
+
 PEERS: dict[str, dict[str, Maker]] = {
     "swiglu": {"torch": _eager(_swiglu), "torch.compile": _compile(_swiglu), "liger": _liger_swiglu},
     "geglu": {"torch": _eager(_geglu), "torch.compile": _compile(_geglu), "liger": _liger_geglu},
+    "swiglu_packed": {
+        "torch": _eager(_swiglu_packed),
+        "torch.compile": _compile(_swiglu_packed),
+        "liger": _liger_packed(_liger_swiglu),
+    },
+    "geglu_packed": {
+        "torch": _eager(_geglu_packed),
+        "torch.compile": _compile(_geglu_packed),
+        "liger": _liger_packed(_liger_geglu),
+    },
     "silu": {"torch": _eager(_silu), "torch.compile": _compile(_silu)},
     "gelu": {"torch": _eager(_gelu), "torch.compile": _compile(_gelu)},
 }

@@ -13,7 +13,7 @@ import torch
 from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
-from tilewright.ops.activation.configs import is_flat, kind_of, rows_and_columns, vector
+from tilewright.ops.activation.configs import is_flat, kind_of, packing, rows_and_columns, vector
 
 FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward")
 BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward")
@@ -21,22 +21,27 @@ NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bf
 
 
 def forward(call: Call, config: Config) -> Launch:
-    """swiglu, geglu, silu and gelu."""
-    up: TensorFacts | None = call.tensors.get("up")
-    gate: TensorFacts = call.gate if up is not None else call.x
-    return _launch(FORWARD, call, config, {"gate": gate, "up": up}, {"y": call.y}, {})
+    """swiglu, geglu and their packed forms, silu and gelu."""
+    return _launch(FORWARD, call, config, _gate_and_up(call), {"y": call.y}, {})
 
 
 def backward(call: Call, config: Config) -> Launch:
     """The gradients of the same."""
-    up: TensorFacts | None = call.tensors.get("up")
-    gate: TensorFacts = call.gate if up is not None else call.x
+    dx = call.tensors.get("dx")
     outputs = {
-        "dgate": call.tensors.get("dgate" if up is not None else "dx"),
-        "dup": call.tensors.get("dup"),
+        "dgate": call.tensors.get("dgate", dx),
+        "dup": call.tensors.get("dup", dx if packing(call) else None),
     }
     needs = {f"needs_{name}": facts is not None for name, facts in outputs.items()}
-    return _launch(BACKWARD, call, config, {"dy": call.dy, "gate": gate, "up": up}, outputs, needs)
+    return _launch(BACKWARD, call, config, {"dy": call.dy, **_gate_and_up(call)}, outputs, needs)
+
+
+def _gate_and_up(call: Call) -> dict[str, TensorFacts | None]:
+    """Tensors of their own, or one that holds both; or x alone."""
+    x = call.tensors.get("x")
+    if x is None:
+        return {"gate": call.gate, "up": call.up}
+    return {"gate": x, "up": x if packing(call) else None}
 
 
 def _launch(
@@ -47,14 +52,17 @@ def _launch(
     outputs: dict[str, TensorFacts | None],
     constants: dict[str, Any],
 ) -> Launch:
-    shape, flat, vec = rows_and_columns(call), is_flat(call), vector(call)
+    shape, flat, vec, pack = rows_and_columns(call), is_flat(call), vector(call), packing(call)
     rows, columns = (1, shape.numel) if flat else (shape.rows, shape.columns)
     programs = rows * -(-columns // (config.threads * config.depth * vec))
-    layouts = {f"{name}_layout": _layout(facts, vec, flat) for name, facts in inputs.items()}
+    # of pairs an access to x reads both parts
+    steps = {name: 2 * vec if pack == "pairs" and name != "dy" else vec for name in inputs}
+    layouts = {f"{name}_layout": _layout(facts, steps[name], flat) for name, facts in inputs.items()}
     constants |= {"dtype": NAMES[shape.dtype], "kind": kind_of(call), "flat": flat, "vec": vec, **config, **layouts}
+    constants |= {"pack": pack, "gate_second": call.options.get("gate") == "second"}
     args: dict[str, Argument] = {**inputs, **outputs}
     for name, facts in inputs.items():
-        args |= _strides(name, facts, layouts[f"{name}_layout"], vec)
+        args |= _strides(name, facts, layouts[f"{name}_layout"], steps[name])
     args |= {"row_vectors": columns // vec, "programs": programs}
     return Launch(program, (programs, 1, 1), args, constants)
 

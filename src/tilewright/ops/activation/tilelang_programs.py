@@ -5,6 +5,10 @@ one row; dense tensors come as one long row. Sizes are run-time everywhere. Colu
 compiler sees that an access never crosses the end; so are strides where the layout's letter is "v" ("s": element by
 element, with a column stride). The layout's digit says in how many levels of strides the rows lie; None is absent.
 
+`pack` says how gate and up lie in one tensor: "halves", "pairs" where they alternate, "" where each is its own. Halves
+are read as two tensors of which one starts a row's width later. Pairs are read and written whole: `vec` of them are one
+access.
+
 Loads sit in `if` statements, not in `T.if_then_else`: there TileLang 0.1.15 hoists the vector load of a converted
 operand out of the condition, which reads past the end of the tensor. (No postponed annotations here: they are values.)
 """
@@ -90,21 +94,54 @@ def place_of(block: Any, row_vectors: Any, chunk: int, flat: bool) -> tuple[Any,
     return T.truncdiv(index, per_row), T.truncmod(index, per_row) * chunk
 
 
+def pair_tile(vec: int, threads: int, depth: int, dtype: str) -> Any:
+    """The same for pairs, each beside the element of `tile` that it goes with."""
+    made = T.alloc_fragment((vec * threads * depth, 2), dtype)
+    layout = T.Fragment(
+        (vec * threads * depth, 2),
+        forward_fn=lambda j, k: ((j // vec) % threads, ((j // (vec * threads)) * vec + j % vec) * 2 + k),
+    )
+    T.annotate_layout({made: layout})
+    return made
+
+
+def halves(pack: str, second: bool, row_vectors: Any) -> tuple[Any, Any]:
+    """How many vectors behind the start of a row gate and up begin."""
+    if pack != "halves":
+        return T.int64(0), T.int64(0)
+    return (row_vectors, T.int64(0)) if second else (T.int64(0), row_vectors)
+
+
 @T.macro
-def load_tile(to, source, layout, vec, row, first, row_vectors, place):
-    """Fill a tile from vector `first` of a row; what lies beyond its end is 0."""
+def load_tile(to, source, layout, vec, row, begin, first, row_vectors, place):
+    """Fill a tile from vector `first` of a row, which begins `begin` vectors late; what lies beyond its end is 0."""
     T.clear(to)
     for j in T.Parallel(*to.shape):
         if first + j // vec < row_vectors:
-            to[j] = source[at(layout, vec, row, first * vec + j, place)]
+            to[j] = source[at(layout, vec, row, (begin + first) * vec + j, place)]
+
+
+@T.macro
+def load_pairs(gates, ups, both, source, gate_at, layout, vec, row, first, row_vectors, place):
+    """The same for pairs: read together, then taken apart. (A loop may know a tile by one index only.)"""
+    T.clear(both)
+    for j, k in T.Parallel(*both.shape):
+        if first + j // vec < row_vectors:
+            both[j, k] = source[at(layout, 2 * vec, row, (first * vec + j) * 2 + k, place)]
+    for j in T.Parallel(*gates.shape):
+        gates[j] = both[j, gate_at]
+    for j in T.Parallel(*ups.shape):
+        ups[j] = both[j, 1 - gate_at]
 
 
 def forward(
-    *, dtype: str, kind: str, flat: bool, vec: int, threads: int, depth: int, gate_layout: str, up_layout: str | None
-) -> Any:
+    *, dtype: str, kind: str, flat: bool, vec: int, threads: int, depth: int, gate_layout: str, up_layout: str | None,
+    pack: str, gate_second: bool,
+) -> Any:  # fmt: skip
     """y = act(gate) * up, or act(gate)."""
     n = T.dynamic("n", "int64")
     chunk = threads * depth
+    has_up = up_layout is not None
 
     @T.prim_func
     def act_forward(
@@ -115,17 +152,24 @@ def forward(
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
             row, first = place_of(block, row_vectors, chunk, flat)
+            gate_place = (gate_inner, gate_outer, gate_stride, gate_step)
+            gate_begin, up_begin = halves(pack, gate_second, row_vectors)
             gates = tile(vec, threads, depth, dtype)
-            load_tile(gates, gate, gate_layout, vec, row, first, row_vectors,
-                      (gate_inner, gate_outer, gate_stride, gate_step))  # fmt: skip
-            if up_layout is not None:
+            if has_up:
                 ups = tile(vec, threads, depth, dtype)
-                load_tile(ups, up, up_layout, vec, row, first, row_vectors,
-                          (up_inner, up_outer, up_stride, up_step))  # fmt: skip
+            if pack == "pairs":
+                both = pair_tile(vec, threads, depth, dtype)
+                load_pairs(gates, ups, both, gate, int(gate_second), gate_layout, vec, row, first, row_vectors,
+                           gate_place)  # fmt: skip
+            else:
+                load_tile(gates, gate, gate_layout, vec, row, gate_begin, first, row_vectors, gate_place)
+                if has_up:
+                    load_tile(ups, up, up_layout, vec, row, up_begin, first, row_vectors,
+                              (up_inner, up_outer, up_stride, up_step))  # fmt: skip
             for j in T.Parallel(vec * chunk):
                 if first + j // vec < row_vectors:
                     value = activation(kind, f32(gates[j]))
-                    if up_layout is not None:
+                    if has_up:
                         value = value * f32(ups[j])
                     y[(row * row_vectors + first) * vec + j] = T.Cast(dtype, value)
 
@@ -134,12 +178,14 @@ def forward(
 
 def backward(
     *, dtype: str, kind: str, flat: bool, vec: int, threads: int, depth: int, dy_layout: str, gate_layout: str,
-    up_layout: str | None, needs_dgate: bool, needs_dup: bool,
+    up_layout: str | None, needs_dgate: bool, needs_dup: bool, pack: str, gate_second: bool,
 ) -> Any:  # fmt: skip
     """dgate = dy * up * act'(gate) and dup = dy * act(gate), those that are needed. Without up it is 1."""
     n = T.dynamic("n", "int64")
     chunk = threads * depth
     reads_up = up_layout is not None and needs_dgate
+    gate_at = int(gate_second)
+    widths = 2 if pack == "halves" else 1  # of a row of the outputs
 
     @T.prim_func
     def act_backward(
@@ -152,27 +198,42 @@ def backward(
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
             row, first = place_of(block, row_vectors, chunk, flat)
+            gate_place = (gate_inner, gate_outer, gate_stride, gate_step)
             grads = tile(vec, threads, depth, dtype)
+            load_tile(grads, dy, dy_layout, vec, row, T.int64(0), first, row_vectors,
+                      (dy_inner, dy_outer, dy_stride, dy_step))  # fmt: skip
+            gate_begin, up_begin = halves(pack, gate_second, row_vectors)
             gates = tile(vec, threads, depth, dtype)
-            load_tile(grads, dy, dy_layout, vec, row, first, row_vectors, (dy_inner, dy_outer, dy_stride, dy_step))
-            load_tile(gates, gate, gate_layout, vec, row, first, row_vectors,
-                      (gate_inner, gate_outer, gate_stride, gate_step))  # fmt: skip
             if reads_up:
                 ups = tile(vec, threads, depth, dtype)
-                load_tile(ups, up, up_layout, vec, row, first, row_vectors,
-                          (up_inner, up_outer, up_stride, up_step))  # fmt: skip
-            if needs_dgate:
+            if pack == "pairs":
+                both = pair_tile(vec, threads, depth, dtype)
+                load_pairs(gates, ups, both, gate, gate_at, gate_layout, vec, row, first, row_vectors, gate_place)
                 for j in T.Parallel(vec * chunk):
-                    if first + j // vec < row_vectors:
-                        value = f32(grads[j]) * slope(kind, f32(gates[j]))
-                        if reads_up:
-                            value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
-                        dgate[(row * row_vectors + first) * vec + j] = T.Cast(dtype, value)
-            if needs_dup:
+                    value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
+                    both[j, gate_at] = T.Cast(dtype, value)
                 for j in T.Parallel(vec * chunk):
+                    both[j, 1 - gate_at] = T.Cast(dtype, f32(grads[j]) * activation(kind, f32(gates[j])))
+                for j, k in T.Parallel(vec * chunk, 2):
                     if first + j // vec < row_vectors:
-                        dup[(row * row_vectors + first) * vec + j] = T.Cast(
-                            dtype, f32(grads[j]) * activation(kind, f32(gates[j]))
-                        )
+                        dgate[((row * row_vectors + first) * vec + j) * 2 + k] = both[j, k]
+            else:
+                load_tile(gates, gate, gate_layout, vec, row, gate_begin, first, row_vectors, gate_place)
+                if reads_up:
+                    load_tile(ups, up, up_layout, vec, row, up_begin, first, row_vectors,
+                              (up_inner, up_outer, up_stride, up_step))  # fmt: skip
+                if needs_dgate:
+                    for j in T.Parallel(vec * chunk):
+                        if first + j // vec < row_vectors:
+                            value = f32(grads[j]) * slope(kind, f32(gates[j]))
+                            if reads_up:
+                                value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
+                            dgate[(row * widths * row_vectors + gate_begin + first) * vec + j] = T.Cast(dtype, value)
+                if needs_dup:
+                    for j in T.Parallel(vec * chunk):
+                        if first + j // vec < row_vectors:
+                            dup[(row * widths * row_vectors + up_begin + first) * vec + j] = T.Cast(
+                                dtype, f32(grads[j]) * activation(kind, f32(gates[j]))
+                            )
 
     return act_backward
