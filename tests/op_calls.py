@@ -24,11 +24,16 @@ differentiable = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 def inputs_of(
     op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False
 ) -> list[Any]:
-    made = list(make_inputs(op, (*lead, C), dtype).values())
+    made = make_inputs(op, (*lead, C), dtype)
     if grad:
-        for t in made:
-            t.requires_grad_()
-    return made
+        ask(op, made)
+    return list(made.values())
+
+
+def ask(op: Op[Any], inputs: dict[str, Any]) -> list[Tensor]:
+    """Make the inputs that have a gradient ask for it, and return those."""
+    assert op.gradient is not None
+    return [t.requires_grad_() for n, t in inputs.items() if t is not None and n in op.gradient.gives]
 
 
 def listed(results: Any) -> list[Tensor]:
@@ -43,7 +48,11 @@ def loss(results: Any) -> Tensor:
 
 def gradients(call: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     options = call.usual if isinstance(call, Op) else {}
-    return list(torch.autograd.grad(loss(call(*inputs, **options)), inputs))
+    return list(torch.autograd.grad(loss(call(*inputs, **options)), leaves_of(inputs)))
+
+
+def leaves_of(inputs: list[Tensor]) -> list[Tensor]:
+    return [t for t in inputs if t is not None and t.requires_grad]
 
 
 def same(found: Any, expected: Any, **tolerance: float) -> None:
@@ -58,9 +67,15 @@ class Block(torch.nn.Module):
     def __init__(self, op: Op[Any], inputs: list[Tensor]) -> None:
         super().__init__()
         self.op = op
-        self.parameter = torch.nn.Parameter(inputs[-1].detach().clone())
+        assert op.gradient is not None
+        self.place = max(op.tensors.index(n) for n in op.gradient.gives)
+        self.parameter = torch.nn.Parameter(inputs[self.place].detach().clone())
         self.width = len(inputs)
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        given = (*tensors, self.parameter) if self.width > 1 else (self.parameter * tensors[0],)
+        given = list(tensors)
+        if self.width > 1:
+            given.insert(self.place, self.parameter)
+        else:
+            given[0] = self.parameter * given[0]
         return listed(self.op(*given, **self.op.usual))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
-from op_calls import Block, C, differentiable, every_op, gradients, inputs_of, listed, loss, node_call, same
+from op_calls import Block, C, differentiable, every_op, gradients, inputs_of, leaves_of, listed, loss, node_call, same
 from tilewright.core import registry
 from tilewright.core.op import Op
 
@@ -145,7 +145,7 @@ def test_double_backward_is_refused_by_name(op: Op[Any], node: bool) -> None:
     assert op.gradient is not None
     with pytest.raises(tw.NoGradient, match=f"{op.gradient.op} has no gradient: double backward"):
         found = torch.autograd.grad(
-            loss(node_call(op, inputs) if node else op(*inputs, **op.usual)), inputs, create_graph=True
+            loss(node_call(op, inputs) if node else op(*inputs, **op.usual)), leaves_of(inputs), create_graph=True
         )
         sum(g.square().sum() for g in found).backward()
     same(gradients(op, inputs), gradients(op, inputs))

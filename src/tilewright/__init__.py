@@ -38,6 +38,7 @@ from tilewright.ops.activation import (
     swiglu_packed,
     swiglu_packed_backward,
 )
+from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
 from tilewright.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -87,6 +88,8 @@ __all__ = [
     "Unsupported",
     "add_layer_norm",
     "add_rms_norm",
+    "bce_with_logits",
+    "bce_with_logits_backward",
     "explain",
     "geglu",
     "geglu_backward",

@@ -72,7 +72,7 @@ def gradient_of(problem: Problem, forward: Callable[[Tensors], Any], timed: Tens
     with torch.enable_grad():
         leaves = problem.leaves(seed)
         outputs = _tuple(forward(leaves))
-    wanted = [t for t in leaves.values() if t is not None]
+    wanted = [t for t in leaves.values() if t is not None and t.requires_grad]
     upstream = problem.upstream(timed)
     return lambda: torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
 

@@ -81,12 +81,14 @@ class Problem:
         )  # fmt: skip
 
     def leaves(self, seed: int = 0) -> Tensors:
-        """One set of the owner's tensors, each asking for its gradient."""
+        """One set of the owner's tensors, each that has a gradient asking for it."""
+        gradient = self.owner.gradient
+        assert gradient is not None
         made = make_inputs(
             self.owner, self.owner.probes.extent(self.shape), self.dtype,
             options={**self.owner.usual, **self.options}, absent=self.absent, seed=seed, device=self.device,
         )  # fmt: skip
-        return {n: t.requires_grad_() if t is not None and t.is_floating_point() else t for n, t in made.items()}
+        return {n: t.requires_grad_() if t is not None and n in gradient.gives else t for n, t in made.items()}
 
     def upstream(self, timed: Tensors) -> list[Tensor | None]:
         """The upstream gradients of the owner's outputs among the timed op's tensors, in the order of the outputs."""

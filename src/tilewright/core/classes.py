@@ -14,22 +14,29 @@ from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 
 def layout_class(call: Call, defaults: dict[str, Any]) -> str:
     """dtypes, column bucket, strides and alignment of each input, what is absent, options: the key of evidence."""
-    parts = [_layout(name, facts, _has_columns(call, name)) for name, facts in _inputs(call)]
+    forms = _forms(call)
+    parts = [_layout(name, facts, _has_columns(call, name)) + forms.get(name, "") for name, facts in _inputs(call)]
     return " ".join([*parts, *_options(call, defaults)])
 
 
 def call_class(call: Call, defaults: dict[str, Any]) -> str:
     """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections."""
-    parts = []
+    parts, forms = [], _forms(call)
     for name, facts in _inputs(call):
         columns = _has_columns(call, name)
         sizes = f"[{_bucket(facts.rows)},{facts.columns}]" if columns else f"[{_bucket(facts.numel)}]"
-        parts.append(_layout(name, facts, columns) + sizes)
+        parts.append(_layout(name, facts, columns) + forms.get(name, "") + sizes)
     return " ".join([*parts, *_options(call, defaults)])
 
 
 def _inputs(call: Call) -> list[tuple[str, TensorFacts]]:
     return [(name, facts) for name, facts in call.tensors.items() if name not in call.outputs and facts]
+
+
+def _forms(call: Call) -> dict[str, str]:
+    """Of inputs that come in several shapes, what tells the less usual ones apart."""
+    inputs = {name: facts.shape for name, facts in _inputs(call)}
+    return {name: f".{form.replace(' ', '')}" for name, form in registry.op(call.op).probes.unusual(inputs).items()}
 
 
 def _has_columns(call: Call, name: str) -> bool:

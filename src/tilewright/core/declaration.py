@@ -45,7 +45,7 @@ def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
     given = {*gradient.grads.values(), *gradient.takes}
     faults = [
         *_unknown("gradient.grads and gradient.takes", given, backward.tensors),
-        *_unknown("gradient.gives", gradient.gives.values(), backward.out),
+        *_unknown("gradient.gives", gradient.gives.values(), (*backward.out, *gradient.grads.values())),
         *(
             f"gradient: {backward.name} needs {name}, which neither grads nor takes gives"
             for name in backward.tensors

@@ -54,6 +54,8 @@ def resolve(
     wants_grad = grad and any(t is not None and t.requires_grad for t in tensors)
     if wants_grad and op.gradient is None:
         node.refuse_gradient(op)
+    if wants_grad:
+        node.refuse_inputs(op, tensors)
     now = frozen or (policy.current(), torch.are_deterministic_algorithms_enabled())
     wanted = tuple(t is not None and t.requires_grad for t in tensors) if wants_grad else ()
     backward = Backward(op, chosen_options, backend, now) if wants_grad else None
@@ -260,6 +262,8 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
         and torch.is_grad_enabled()
         and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     )
+    if saving:
+        node.refuse_inputs(op, [t if isinstance(t, Tensor) else None for t in tensors])
     deterministic = torch.are_deterministic_algorithms_enabled()
     call = facts_of(op, tensors, chosen, saving, deterministic)
     found = selection.weigh(call, policy.current(), backend=backend)

@@ -38,9 +38,10 @@ class Backward:
         self.places = [{**upstream, **kept}.get(n, -1) for n in self.backward.tensors]
         self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
         results = list(self.backward.out)
-        self.sources = [
-            results.index(gradient.gives[n]) if n in gradient.gives else None for n in op.tensors
-        ]  # fmt: skip
+        given = [gradient.gives.get(n) for n in op.tensors]
+        self.sources = [results.index(name) if name in results else None for name in given]
+        self.passed = [upstream.get(name) if name not in results else None for name in given]
+        """Of each input, which upstream gradient is its own as it stands."""
         now, name = frozen[0], self.backward.name
         asked = backend or (now.backend(name) if now.strict(name) else None)
         self.pinned = None if asked == "reference" else asked
@@ -55,10 +56,20 @@ class Backward:
             found = self._needs[wanted] = tuple(i in asked for i in range(len(self.backward.out)))
         return found
 
+    def _computes(self, wanted: tuple[bool, ...]) -> bool:
+        """Whether any of the gradients that are wanted is the backward op's doing."""
+        return any(want and source is not None for source, want in zip(self.sources, wanted, strict=True))
+
     def __call__(self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], by_node: bool) -> list[Any]:
         """Gradients of the op's tensors, None where not wanted."""
         if all(g is None for g in grads):
             return [None] * len(self.sources)
+        found = [
+            grads[place] if want and place is not None else None
+            for place, want in zip(self.passed, wanted, strict=True)
+        ]
+        if not self._computes(wanted):
+            return found
         every = (*grads, *kept, None)
         tensors = [every[i] for i in self.places]
         options = dict(self.options)
@@ -66,13 +77,13 @@ class Backward:
             options["needs"] = self.needs(wanted)
         if by_node:
             with policy.restored(self.frozen[0]):
-                found = node.call(self.backward, tensors, options, self.backend)
+                made = node.call(self.backward, tensors, options, self.backend)
         else:
-            found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = (found,) if isinstance(found, Tensor) else found
+            made = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
+        results = (made,) if isinstance(made, Tensor) else made
         return [
-            results[source] if want and source is not None else None
-            for source, want in zip(self.sources, wanted, strict=True)
+            results[source] if want and source is not None else as_it_stands
+            for source, want, as_it_stands in zip(self.sources, wanted, found, strict=True)
         ]
 
     def refusal(self, call: Call, wanted: tuple[bool, ...] = ()) -> str:
@@ -85,6 +96,8 @@ class Backward:
             found.append(selection.weigh(each, self.frozen[0], backend=self.pinned))
             if found[-1].chosen is not None:
                 return ""
+        if not found:
+            return ""
         why = f"{self.backward.name} is the gradient of {self.op.name}, which this call wants"
         return f"{selection.refusal(found[0], self.pinned)}\n{why}; torch.no_grad() or detached tensors do without"
 
@@ -100,6 +113,7 @@ class Backward:
         given = [upstream, *({param: upstream[param]} for param in alone if len(upstream) > 1)]
         present = tuple(call.tensors[n] is not None for n in self.op.tensors)
         ways = [wanted] if wanted else [present, *_each_alone(present)]
+        ways = [way for way in ways if self._computes(way)]
         for grads, want in itertools.product(given, ways):
             options = dict(self.options)
             if backward.may_skip:

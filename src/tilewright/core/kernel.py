@@ -111,9 +111,12 @@ def _sources(module: str) -> tuple[Path, ...]:
 
 
 def _own(other: Path, module: str, path: Path) -> bool:
-    """Whether what a kernel imports is part of its source: of this library the family's own helpers, since core and
-    backends do not change what a kernel computes; of another package all of it."""
-    return other.parent == path.parent or module.partition(".")[0] != "tilewright"
+    """Whether what a kernel imports is part of its source: of this library the family's own helpers and those that
+    families share, since core and backends do not change what a kernel computes; of another package all of it."""
+    if module.partition(".")[0] != "tilewright":
+        return True
+    shared = _path("tilewright.ops")
+    return other.parent == path.parent or (shared is not None and other.parent == shared.parent)
 
 
 def _imported(node: ast.AST, package: str) -> list[str]:

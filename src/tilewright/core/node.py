@@ -150,6 +150,14 @@ def refuse_gradient(op: Op[Any]) -> NoReturn:
     raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")
 
 
+def refuse_inputs(op: Op[Any], tensors: Sequence[Any]) -> None:
+    """Raise where an input asks for a gradient that the op does not have."""
+    assert op.gradient is not None
+    for name, tensor in zip(op.tensors, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad and name not in op.gradient.gives:
+            raise NoGradient(f"{op.name} has no gradient for {name}, which requires one: pass {name}.detach()")
+
+
 def _autograd(op: Op[Any]) -> Callable[..., Any]:
     below = getattr(torch.ops.tilewright, op.name).default
 
@@ -160,6 +168,7 @@ def _autograd(op: Op[Any]) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 return below(*inputs, **options, backend=backend)
         if op.gradient is not None:
+            refuse_inputs(op, inputs)
             return _NodeApply.apply(op, options, backend, *inputs)  # type: ignore[no-untyped-call]
         if not registry.served_by(op.name):
             refuse_gradient(op)

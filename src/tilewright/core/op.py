@@ -56,8 +56,9 @@ class Gradient:
     """How an op's gradient is had from its backward op, by name.
 
     `grads` maps outputs to the backward op's parameters for their upstream gradients; `takes` maps its other
-    parameters to inputs, outputs or saved statistics; `gives` maps inputs to its outputs. Options of the same name
-    carry over; `needs` says which outputs are wanted.
+    parameters to inputs, outputs or saved statistics; `gives` maps inputs to its outputs, or to the parameter whose
+    upstream gradient is theirs as it stands. An input that it leaves out has no gradient: one that asks for it is
+    refused. Options of the same name carry over; `needs` says which outputs are wanted.
     """
 
     op: str

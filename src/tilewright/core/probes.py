@@ -27,7 +27,8 @@ class Probes:
     """How to make inputs of an op.
 
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
-    twice as many, "1" is one, any other word a size that `sizes` names, with its usual value; "" is one number.
+    twice as many, "1" is one, any other word a size that `sizes` names, with its usual value; "" is one number. A
+    parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
     makes tensors that are no plain numbers (ids, seeds), `derive` fills in tensors that depend on others (what forward
@@ -49,12 +50,28 @@ class Probes:
             return Extent((shape[0],), shape[1], dict(zip(self.sizes, shape[2:], strict=True)))
         return Extent(tuple(shape[:-1]), shape[-1], dict(self.sizes))
 
-    def shape(self, name: str, extent: Extent) -> Shape:
-        """The shape of tensor `name`."""
+    def forms(self, name: str) -> tuple[str, ...]:
+        """The dimensions that tensor `name` may have, as they are named; the usual ones first."""
+        return tuple(form.strip() for form in self.dims[name].split("|"))
+
+    def shape(self, name: str, extent: Extent, form: str | None = None) -> Shape:
+        """The shape of tensor `name`, in its usual form or in another."""
         found: list[int] = []
-        for word in self.dims[name].split():
+        for word in (self.forms(name)[0] if form is None else form).split():
             found += extent.lead if word == "M" else (self._size(word, extent),)
         return tuple(found)
+
+    def unusual(self, shapes: Mapping[str, Shape | None]) -> dict[str, str]:
+        """The form of each tensor, among those that are given, that has not its usual one."""
+        several = {n: shape for n in self.dims if len(self.forms(n)) > 1 and (shape := shapes.get(n)) is not None}
+        if not several:
+            return {}
+        extent = self.extent_of(shapes)
+        found = {
+            name: next((form for form in self.forms(name) if self.shape(name, extent, form) == shape), "")
+            for name, shape in several.items()
+        }
+        return {name: form for name, form in found.items() if form and form != self.forms(name)[0]}
 
     def extent_of(self, shapes: Mapping[str, Shape | None]) -> Extent:
         """The extent of a call, from the shapes of the tensors that are given."""
@@ -62,7 +79,7 @@ class Probes:
         columns, sizes = 1, dict(self.sizes)
         for name, dims in self.dims.items():
             shape, words = shapes.get(name), dims.split()
-            if shape is None or (not shape and words):
+            if shape is None or (not shape and words) or "|" in words:
                 continue
             many = len(shape) - len(words) + 1  # leading dimensions
             if "M" in words:
@@ -76,7 +93,7 @@ class Probes:
 
     def is_rows(self, name: str) -> bool:
         """Whether it is a tensor of rows of numbers."""
-        words = self.dims[name].split()
+        words = self.forms(name)[0].split()
         return len(words) == 2 and words[0] == "M" and words[1].endswith("C") and name not in self.values
 
     def rows(self, given: Mapping[str, Any]) -> list[str]:
@@ -86,7 +103,7 @@ class Probes:
     def faults(self) -> list[str]:
         """Words of `dims` that mean nothing."""
         found = []
-        for dims in dict.fromkeys(self.dims.values()):
+        for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
                 known = word in ("C", "1", *self.sizes) or (word.endswith("C") and word[:-1].isdigit())
                 if not known and (word != "M" or place):

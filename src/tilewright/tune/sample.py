@@ -19,7 +19,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
-from tilewright.verify.cases import extent_of, main_of, make_inputs, other_dtypes
+from tilewright.verify.cases import extent_of, forms_of, main_of, make_inputs, other_dtypes
 
 SAMPLE_US = 6_000.0
 """About how long the calls of one sample of call time take together."""
@@ -35,7 +35,7 @@ def inputs_of(call: Call, seed: int) -> list[Tensor | None]:
     made = make_inputs(
         op, extent_of(call), main_of(call).dtype,
         options=call.options, absent=tuple(n for n in op.tensors if call.tensors[n] is None),
-        seed=seed, device=device, dtypes=other_dtypes(call),
+        seed=seed, device=device, dtypes=other_dtypes(call), forms=forms_of(call),
     )  # fmt: skip
     return [_laid_out(made[n], call.tensors[n]) for n in op.tensors]
 

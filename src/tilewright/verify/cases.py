@@ -44,12 +44,15 @@ class Case:
     values: str = "normal"
     seed: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
+    """Dimensions of parameters that have not their usual ones."""
 
     def __str__(self) -> str:
         rows = [*self.lead, self.columns]
         extra = [f"{k}={v}" for k, v in {**self.layouts, **self.options}.items()]
         extra += [f"{n} {str(d).removeprefix('torch.')}" for n, d in self.dtypes.items()]
         extra += [f"{n}={size}" for n, size in self.sizes.items()]
+        extra += [f"{n} [{form}]" for n, form in self.forms.items()]
         extra += [f"no {n}" for n in self.absent] + ([self.values] if self.values != "normal" else [])
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}{rows} {' '.join(extra)}".strip()
 
@@ -59,7 +62,7 @@ def build(case: Case, op: Op[Any], device: torch.device | str = "cpu") -> dict[s
     return make_inputs(
         op, Extent(case.lead, case.columns, {**op.probes.sizes, **case.sizes}), case.dtype,
         options=case.options, absent=case.absent, seed=case.seed, device=device,
-        dtypes=case.dtypes, layouts=case.layouts, values=case.values,
+        dtypes=case.dtypes, layouts=case.layouts, values=case.values, forms=case.forms,
     )  # fmt: skip
 
 
@@ -74,6 +77,7 @@ def make_inputs(
     dtypes: Mapping[str, torch.dtype] | None = None,
     layouts: Mapping[str, str] | None = None,
     values: str = "normal",
+    forms: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor | None]:
     """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances."""
     extent = size if isinstance(size, Extent) else op.probes.extent(size)
@@ -83,7 +87,7 @@ def make_inputs(
         if name in absent:
             found[name] = None
             continue
-        shape = probes.shape(name, extent)
+        shape = probes.shape(name, extent, (forms or {}).get(name))
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         if name in probes.values:
             tensor = probes.values[name](shape, generator, device, extent.sizes)
@@ -119,6 +123,12 @@ def extent_of(call: Call) -> Extent:
     """How large the call is, in the words of the op's probes."""
     op = registry.op(call.op)
     return op.probes.extent_of({n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors})
+
+
+def forms_of(call: Call) -> dict[str, str]:
+    """The forms of the call's parameters that have not their usual one."""
+    op = registry.op(call.op)
+    return op.probes.unusual({n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors})
 
 
 def _layout_of(name: str, op: Op[Any], layouts: Mapping[str, str]) -> str:
@@ -245,9 +255,13 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     for name in row_tensors:
         for layout in ("padded 1", "expanded", "columns") if name in upstream else ("padded 1",):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
-    for name in (n for n in op.tensors if probes.dims[n] == "C"):
+    for name in (n for n in op.tensors if probes.forms(n)[0] == "C"):
         for layout in ("columns", "expanded", "offset 1"):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
+    for name in op.tensors:
+        for form in probes.forms(name)[1:]:
+            for lead, columns, layout in (((7,), 160, ""), ((2, 3, 2), 96, "heads"), ((5,), 229, "padded 1")):
+                yield Case("form", lead=lead, columns=columns, layouts={name: layout}, forms={name: form}, **everything)
     for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
         yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)
     if dtype == torch.bfloat16 and row_tensors:

@@ -20,7 +20,7 @@ from tilewright.core.errors import CheckFailed
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
-from tilewright.verify.cases import Case, build, extent_of, main_of, other_dtypes
+from tilewright.verify.cases import Case, build, extent_of, forms_of, main_of, other_dtypes
 from tilewright.verify.check import Outcome, add_to_pool, check, judge, judge_pool, truth_of
 from tilewright.verify.script import write_script
 
@@ -83,7 +83,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
             lead = (max(1, count // 2), 2) if len(lead) == 2 else lead
             found.append(
                 Case("first use", call.op, lead, extent.columns, main.dtype, dict(call.options), absent,
-                     other_dtypes(call), layouts, values, seed=place, sizes=extent.sizes)
+                     other_dtypes(call), layouts, values, seed=place, sizes=extent.sizes, forms=forms_of(call))
             )  # fmt: skip
     return found
 

@@ -1,0 +1,38 @@
+"""The kernels of the loss family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.loss import configs
+
+_HERE = "tilewright.ops.loss"
+READ = ("logits", "targets", "weight", "pos_weight")
+"""Read as dense in the last dimension; an upstream gradient may be strided in any way."""
+PASSES = (("bce_with_logits", "forward"), ("bce_with_logits_backward", "backward"))
+
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton:{function}",
+        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        configs.triton_configs,
+    )
+    for op, function in PASSES
+]
+
+# In half precision aten rounds after each step.
+VENDOR_KERNELS = [
+    Kernel(
+        "bce_with_logits",
+        "vendor",
+        f"{_HERE}.vendor:bce_with_logits",
+        Capability(dtypes=(torch.float32,)),
+        label="aten",
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
