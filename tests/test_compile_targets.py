@@ -21,6 +21,7 @@ import tilewright  # noqa: F401  declares the ops
 from tilewright.core import registry
 from tilewright.core.device import target_device
 from tilewright.core.kernel import Kernel
+from tilewright.core.launch import launches_of
 from tilewright.tune.classes import call_of
 
 OPS = {
@@ -59,8 +60,7 @@ def work(jobs: list[Job]) -> list[dict[str, Any]]:
                 continue
             configs = kernel.configs_for(call)
             for config in configs if every else configs[:1]:
-                made = kernel.load()(call, config)
-                for launch in made if isinstance(made, (list, tuple)) else [made]:
+                for launch in launches_of(kernel.load()(call, config)):
                     width = call.tensors[registry.op(op_name).tensors[0]].columns
                     job = [backend_name, op_name, dtype, arch]
                     entry: dict[str, Any] = {"job": job, "columns": width, "config": str(config)}

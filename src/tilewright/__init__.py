@@ -16,6 +16,7 @@ from tilewright.core.errors import (
     NoGradient,
     NoKernel,
     NotWarm,
+    OutOfRange,
     TilewrightError,
     UnknownName,
     Unsupported,
@@ -38,6 +39,7 @@ from tilewright.ops.activation import (
     swiglu_packed,
     swiglu_packed_backward,
 )
+from tilewright.ops.embedding import embedding_bag_mean, embedding_bag_mean_backward
 from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
 from tilewright.ops.norm import (
     add_layer_norm,
@@ -83,6 +85,7 @@ __all__ = [
     "NoGradient",
     "NoKernel",
     "NotWarm",
+    "OutOfRange",
     "TilewrightError",
     "UnknownName",
     "Unsupported",
@@ -90,6 +93,8 @@ __all__ = [
     "add_rms_norm",
     "bce_with_logits",
     "bce_with_logits_backward",
+    "embedding_bag_mean",
+    "embedding_bag_mean_backward",
     "explain",
     "geglu",
     "geglu_backward",

@@ -20,7 +20,7 @@ import torch
 from tilewright.core import evidence, registry
 from tilewright.core.call import Call
 from tilewright.core.kernel import Kernel
-from tilewright.core.launch import Config, Launch
+from tilewright.core.launch import Config, launches_of
 from tilewright.tune import wire
 from tilewright.tune.wire import Json
 
@@ -84,8 +84,7 @@ def _device_lost() -> bool:
 def _compile(kernel: Kernel, config: Config, call: Call, request: Json) -> Json:
     """Into the artifact cache, for the device that the call names, which need not be here."""
     backend = registry.backend(kernel.backend)
-    made = kernel.load()(call, config)
-    launches = (made,) if isinstance(made, Launch) else tuple(made)
+    launches = launches_of(kernel.load()(call, config))
     for launch in launches:
         backend.compile(launch, call.device)
     return {"artifacts": len(launches)}

@@ -26,8 +26,8 @@ from tilewright.core.classes import layout_class
 from tilewright.core.device import default_device, device_of, torch_device
 from tilewright.core.errors import NoKernel
 from tilewright.core.kernel import Kernel
-from tilewright.core.launch import Config, Launch, scratches
-from tilewright.core.plan import bind
+from tilewright.core.launch import Config, scratches, stages_of
+from tilewright.core.plan import bind, prepare
 from tilewright.core.selection import guarded, select
 
 log = logging.getLogger("tilewright")
@@ -325,12 +325,11 @@ class _Bench:
 
 def _preallocated(kernel: Kernel, config: Config, call: Call, tensors: Sequence[Any]) -> Run:
     """The launches of a kernel into buffers that exist."""
-    made = kernel.load()(call, config)
-    launches: Sequence[Launch] = (made,) if isinstance(made, Launch) else tuple(made)
-    runner = registry.backend(kernel.backend).prepare(launches, call)
+    stages = stages_of(kernel.load()(call, config))
+    runner = prepare(registry.backend(kernel.backend), stages, call)
     device = next(t.device for t in tensors if t is not None)
     facts = [f if n in call.outputs else None for n, f in call.tensors.items() if n not in registry.op(call.op).tensors]
-    facts += [s.facts for s in scratches(launches)]
+    facts += [s.facts for s in scratches(stages)]
     results = [None if f is None else torch.empty(f.shape, dtype=f.dtype, device=device) for f in facts]
     return partial(runner, [*tensors, *results])
 

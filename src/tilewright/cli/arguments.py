@@ -71,7 +71,11 @@ def options(op: Any, given: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _value(op: Any, name: str, text: str) -> Any:
-    kind = op.option_types[name]
+    from tilewright.core.declaration import plain_type
+
+    kind, optional = plain_type(op.option_types[name])
+    if optional and text.lower() == "none":
+        return None
     truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         if kind is float:

@@ -16,6 +16,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.declaration import plain_type
 from tilewright.core.device import device_of
 from tilewright.core.errors import InvalidArgument, UnknownName, Unsupported
 from tilewright.core.op import Op
@@ -59,7 +60,10 @@ def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[
         raise UnknownName("backend", backend, registry.backend_names())
     found: dict[str, Any] = {}
     for (name, kind), value in zip(op.option_types.items(), options, strict=True):
-        if kind is float:
+        kind, optional = plain_type(kind)
+        if value is None and optional:
+            pass
+        elif kind is float:
             if not isinstance(value, numbers.Real) or isinstance(value, bool):
                 raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "a number is needed")
             try:

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 OPTION_TYPES = (float, int, bool, str)
 
 
+def plain_type(kind: Any) -> tuple[Any, bool]:
+    """The type of an option without None, and whether it may be None."""
+    others = [one for one in typing.get_args(kind) if one is not type(None)]
+    optional = len(others) == 1 and len(typing.get_args(kind)) == 2 and typing.get_origin(kind) is not tuple
+    return (others[0], True) if optional else (kind, False)
+
+
 def hints_of(reference: Callable[..., Any]) -> dict[str, Any]:
     """The reference's type hints, which tell tensors that may be None and the types of options.
 
@@ -58,8 +65,8 @@ def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
 
 def _faults(op: Op[Any]) -> Iterator[str]:
     for name, kind in op.option_types.items():
-        if kind not in OPTION_TYPES and typing.get_origin(kind) is not tuple:
-            yield f"option {name} is a {kind}; takes float, int, bool, str or a tuple of bool"
+        if plain_type(kind)[0] not in OPTION_TYPES and typing.get_origin(kind) is not tuple:
+            yield f"option {name} is a {kind}; takes float, int, bool, str, one of these or None, or a tuple of bool"
     probes = op.probes
     yield from _unknown("probes.dims", probes.dims, op.tensors)
     yield from (f"probes.dims lacks {name}" for name in op.tensors if name not in probes.dims)
@@ -73,6 +80,9 @@ def _faults(op: Op[Any]) -> Iterator[str]:
         if name not in chosen
     )
     yield from _unknown("probes.values", probes.values, op.tensors)
+    yield from _unknown("probes.dtypes", probes.dtypes, probes.values)
+    yield from _unknown("probes.tables", probes.tables, op.tensors)
+    yield from _unknown("probes.long", probes.long, probes.sizes)
     yield from _unknown("probes.absent", {name for left in probes.absent for name in left}, op.optional)
     yield from _unknown("probes.either", probes.either, op.tensors)
     for name, saved in op.saved.items():

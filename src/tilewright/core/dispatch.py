@@ -112,6 +112,8 @@ def plan(
             run = bind(candidate.kernel, candidate.config, call)
         if not failed:
             break
+    if op.check_values is not None and call.device.kind == "cpu":
+        run = _looked_at(run, op, options)
     if frozen[0].check(op.name) == "always" and candidate.backend != "reference" and _comparer and not capturing:
         run = _compared(run, call)
     return run, chosen
@@ -147,6 +149,18 @@ def _without(op: Op[Any], run: Run) -> Callable[..., Any]:
     if op.single:
         return getattr(run, "single", None) or (lambda *tensors: run(*tensors)[0])
     return lambda *tensors: tuple(run(*tensors))
+
+
+def _looked_at(run: Run, op: Op[Any], options: dict[str, Any]) -> Run:
+    """What the contract says of values is seen to before the kernel runs."""
+    check = op.check_values
+    assert check is not None
+
+    def looked_at(*tensors: Tensor | None) -> list[Any]:
+        check(dict(zip(op.tensors, tensors, strict=True)), options)
+        return run(*tensors)
+
+    return looked_at
 
 
 def _compared(run: Run, call: Call) -> Run:

@@ -1,6 +1,7 @@
 """What can go wrong, as types. Every message names the argument, its value and what would do.
 
-Each error is also the built-in one that a caller would expect to catch (`ValueError`, `TypeError`, `RuntimeError`).
+Each error is also the built-in one that a caller would expect to catch (`ValueError`, `TypeError`, `IndexError`,
+`RuntimeError`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ class InvalidArgument(TilewrightError, ValueError):
     def __init__(self, op: str, argument: str, problem: str, remedy: str = "") -> None:
         self.op, self.argument, self.problem, self.remedy = op, argument, problem, remedy
         super().__init__(f"{op}: {argument}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+class OutOfRange(TilewrightError, IndexError):
+    """An index that points outside what it indexes, found where values can be read without waiting: on a CPU."""
 
 
 class UnknownName(TilewrightError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,29 @@ class Launch:
     kernel says itself where it waits (`griddepcontrol.wait`), before it touches memory."""
 
 
-def scratches(launches: Sequence[Launch]) -> list[Scratch]:
+@dataclass(frozen=True)
+class TorchStep:
+    """What torch does between two launches, where it does it best (a sort): `function(**args)` writes into the buffers
+    that stand for facts and scratch. It must not wait for the device."""
+
+    function: Callable[..., None]
+    args: Mapping[str, Argument]
+
+
+Stage = Launch | TorchStep
+
+
+def stages_of(made: Stage | Sequence[Stage]) -> tuple[Stage, ...]:
+    """What a kernel function returned, as a sequence."""
+    return (made,) if isinstance(made, (Launch, TorchStep)) else tuple(made)
+
+
+def launches_of(made: Stage | Sequence[Stage]) -> tuple[Launch, ...]:
+    """What of it is compiled."""
+    return tuple(stage for stage in stages_of(made) if isinstance(stage, Launch))
+
+
+def scratches(launches: Sequence[Stage]) -> list[Scratch]:
     """The scratch that `launches` share, in the order in which they first name it: buffers follow `call.tensors`."""
     found: dict[str, Scratch] = {}
     for launch in launches:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.core import registry
+from tilewright.core.declaration import plain_type
 from tilewright.core.errors import InvalidArgument, NoGradient
 from tilewright.core.op import Op
 
@@ -33,7 +34,7 @@ def define(op: Op[Any], run: NodeRun) -> None:
 def schema(op: Op[Any], saving: bool) -> str:
     """The node's schema. An op that may skip outputs returns a list of those it has."""
     tensors = [f"Tensor? {n}" if n in op.optional else f"Tensor {n}" for n in op.tensors]
-    options = [f"{_SCHEMA.get(op.option_types[n], 'bool[]')} {n}" for n in op.options]
+    options = [f"{_option(op.option_types[n])} {n}" for n in op.options]
     returns = (
         "Tensor[]"
         if op.may_skip
@@ -43,6 +44,11 @@ def schema(op: Op[Any], saving: bool) -> str:
     )
     name = op.name + "_saving" * saving
     return f"{name}({', '.join([*tensors, '*', *options, 'str? backend=None'])}) -> {returns}"
+
+
+def _option(kind: Any) -> str:
+    kind, optional = plain_type(kind)
+    return _SCHEMA.get(kind, "bool[]") + "?" * optional
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

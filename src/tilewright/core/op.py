@@ -88,6 +88,10 @@ class Op(Generic[R]):
     saved: Mapping[str, Saved] = field(default_factory=dict)
     gradient: Gradient | None = None
     rounding: str = "once, at the output"
+    check_values: Callable[[Mapping[str, torch.Tensor | None], Mapping[str, Any]], None] | None = None
+    """What the contract refuses in the values of (tensors, options). Only asked on a CPU: elsewhere it would wait."""
+    scatters: bool = False
+    """Whether the definition adds at indices. What torch compiles from that adds in any order: not deterministic."""
     tensors: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)
     options: Mapping[str, Any] = field(init=False)

@@ -6,15 +6,18 @@ tensors only for memory and addresses. How plans are found is in `dispatch.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from tilewright.core import registry
+from tilewright.core.backend import Backend, Buffers
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.kernel import Kernel
-from tilewright.core.launch import Config, Launch, scratches
+from tilewright.core.launch import Config, Launch, Scratch, Stage, TorchStep, scratches, stages_of
 from tilewright.core.op import Op
 
 Tensor = torch.Tensor
@@ -33,16 +36,14 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
     backend = registry.backend(kernel.backend)
     if not backend.launches:
         return _without_autocast(backend.bind(kernel, call))
-    made = kernel.load()(call, config)
-    launches: Sequence[Launch] = (made,) if isinstance(made, Launch) else tuple(made)
-    runner = backend.prepare(launches, call)
-    launch = getattr(runner, "run", runner)  # a launcher's generated function spares the cost of __call__
+    stages = stages_of(kernel.load()(call, config))
+    launch = prepare(backend, stages, call)
     inputs = [n for n in call.tensors if n in op.tensors]
     results = [n for n in call.tensors if n not in op.tensors and (call.saving or n in op.out)]
     allocate = [_allocator(call.tensors[n], call) for n in results]
     # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
     padding = (None,) * (len(call.tensors) - len(inputs) - len(results))
-    extra = [_allocator(s.facts, call) for s in scratches(launches)]
+    extra = [_allocator(s.facts, call) for s in scratches(stages)]
     if poison:
         allocate, extra = [_poisoned(a) for a in allocate], [_poisoned(a) for a in extra]
     first, second = allocate[0], allocate[1] if len(allocate) > 1 else allocate[0]
@@ -70,6 +71,41 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
         return made
 
     return run if extra or len(allocate) > 2 else run_one if len(allocate) == 1 else run_two
+
+
+def prepare(backend: Backend, stages: Sequence[Stage], call: Call) -> Callable[[Buffers], None]:
+    """What runs `stages` in order, called with every tensor of the call in `call.tensors` order, then the scratch."""
+    launches = [stage for stage in stages if isinstance(stage, Launch)]
+    if len(launches) == len(stages):
+        runner = backend.prepare(launches, call)
+        return getattr(runner, "run", runner)  # a launcher's generated function spares the cost of __call__
+    names = [*call.tensors, *(s.name for s in scratches(stages))]
+    places = {name: i for i, name in enumerate(names)}
+    parts: list[Callable[[Buffers], None]] = []
+    for launching, group in itertools.groupby(stages, lambda stage: isinstance(stage, Launch)):
+        if not launching:
+            parts += [partial(_run_torch, step, places) for step in group if isinstance(step, TorchStep)]
+            continue
+        run = [stage for stage in group if isinstance(stage, Launch)]
+        own = [places[name] for name in (*call.tensors, *(s.name for s in scratches(run)))]
+        parts.append(partial(_run_part, prepare(backend, run, call), own))
+
+    def in_order(buffers: Buffers) -> None:
+        for part in parts:
+            part(buffers)
+
+    return in_order
+
+
+def _run_part(launch: Callable[[Buffers], None], own: Sequence[int], buffers: Buffers) -> None:
+    launch([buffers[i] for i in own])
+
+
+def _run_torch(step: TorchStep, places: dict[str, int], buffers: Buffers) -> None:
+    step.function(**{
+        name: buffers[places[value.name]] if isinstance(value, (TensorFacts, Scratch)) else value
+        for name, value in step.args.items()
+    })  # fmt: skip
 
 
 def _definition(op: Op[Any], call: Call) -> Run:

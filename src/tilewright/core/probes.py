@@ -31,8 +31,9 @@ class Probes:
     parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
-    makes tensors that are no plain numbers (ids, seeds), `derive` fills in tensors that depend on others (what forward
-    saved).
+    makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
+    fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
+    one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
     """
 
     dims: Mapping[str, str]
@@ -41,6 +42,9 @@ class Probes:
     either: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
+    dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
 
     def extent(self, shape: Sequence[int]) -> Extent:
@@ -94,7 +98,12 @@ class Probes:
     def is_rows(self, name: str) -> bool:
         """Whether it is a tensor of rows of numbers."""
         words = self.forms(name)[0].split()
-        return len(words) == 2 and words[0] == "M" and words[1].endswith("C") and name not in self.values
+        leads = words[:1] == ["M"] or name in self.tables
+        return len(words) == 2 and leads and words[1].endswith("C") and name not in self.values
+
+    def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
+        """`sizes` with no more than `most` rows in any table."""
+        return {name: min(size, most) if name in self.long else size for name, size in sizes.items()}
 
     def rows(self, given: Mapping[str, Any]) -> list[str]:
         """The row tensors among those that are given."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from tilewright.core import declaration
 from tilewright.core.backend import Backend
+from tilewright.core.capability import Capability
 from tilewright.core.errors import TilewrightError, UnknownName
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
@@ -62,8 +63,8 @@ def add_op(op: Op[Any]) -> None:
         _ops[op.name] = op
         _kernels[op.name] = [
             # both run the definition, so their digest is that of the module where it stands
-            Kernel(op.name, name, f"{op.reference.__module__}:{op.name}")
-            for name in ("reference", "inductor")
+            Kernel(op.name, name, f"{op.reference.__module__}:{op.name}", Capability(deterministic=same_bits))
+            for name, same_bits in (("reference", True), ("inductor", not op.scatters))
         ]
 
 

@@ -91,6 +91,7 @@ def make_inputs(
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         if name in probes.values:
             tensor = probes.values[name](shape, generator, device, extent.sizes)
+            tensor = tensor.to(dtypes.get(name, tensor.dtype))
         else:
             kind = values if probes.is_rows(name) else "normal"
             tensor = _values(kind, shape, generator, device).to(dtypes.get(name, dtype))
@@ -105,10 +106,10 @@ def make_inputs(
 
 
 def other_dtypes(call: Call) -> dict[str, torch.dtype]:
-    """The parameters of `call` that are not in the dtype of its row tensors."""
+    """The parameters of `call` that are not in the dtype of its row tensors, and what is no plain number."""
     op = registry.op(call.op)
     main = main_of(call)
-    found = {n: f.dtype for n in op.probes.either if (f := call.tensors[n]) is not None}
+    found = {n: f.dtype for n in (*op.probes.either, *op.probes.values) if (f := call.tensors[n]) is not None}
     return {n: dtype for n, dtype in found.items() if dtype != main.dtype}
 
 
@@ -172,23 +173,25 @@ def _values(kind: str, shape: tuple[int, ...], generator: torch.Generator, devic
 
 
 def _bend(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in other strides. Memory between the rows is NaN, so that reading it shows."""
+    """The same values in other strides. Memory between the rows is NaN, so that reading it shows; between integers it
+    is the least there is."""
     if not layout or tensor.dim() == 0:
         return tensor
     kind, _, number = layout.partition(" ")
     shape, columns = tuple(tensor.shape), tensor.shape[-1]
+    nothing = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
     if kind == "expanded":
         return tensor.flatten()[:1].reshape([1] * tensor.dim()).expand(shape) if tensor.numel() else tensor
     if kind == "columns":  # every second column
-        wide = tensor.new_full((*shape[:-1], columns * 2), math.nan)
+        wide = tensor.new_full((*shape[:-1], columns * 2), nothing)
         bent = wide[..., ::2]
     elif kind == "padded":  # rows further apart
-        bent = tensor.new_full((*shape[:-1], columns + int(number)), math.nan)[..., :columns]
+        bent = tensor.new_full((*shape[:-1], columns + int(number)), nothing)[..., :columns]
     elif kind == "offset":  # not at the start of its storage
-        flat = tensor.new_full((tensor.numel() + 16,), math.nan)
+        flat = tensor.new_full((tensor.numel() + 16,), nothing)
         bent = flat[int(number) : int(number) + tensor.numel()].view(shape)
     elif kind == "heads" and tensor.dim() >= 3:  # one part of a fused projection: two row strides
-        bent = tensor.new_full((*shape[:-2], 3, *shape[-2:]), math.nan).select(-3, 1)
+        bent = tensor.new_full((*shape[:-2], 3, *shape[-2:]), nothing).select(-3, 1)
     elif kind == "swapped" and tensor.dim() >= 3:  # the leading dimensions in another order
         return tensor.transpose(0, -2).contiguous().transpose(0, -2)
     elif kind == "broadcast rows":
@@ -241,6 +244,9 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for name, columns in itertools.product(probes.either, (*several, 16384) if size == "full" else several):
             alone = {name: torch.float32}
             yield Case("one fp32 parameter", lead=(5,), columns=columns, dtypes=alone, **everything)
+    for name, others in probes.dtypes.items():
+        for other in others:
+            yield Case("dtype", lead=(5,), columns=160, dtypes={name: other}, **everything)
     layouts = [
         "padded 8",
         "padded 3",
@@ -262,15 +268,21 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for form in probes.forms(name)[1:]:
             for lead, columns, layout in (((7,), 160, ""), ((2, 3, 2), 96, "heads"), ((5,), 229, "padded 1")):
                 yield Case("form", lead=lead, columns=columns, layouts={name: layout}, forms={name: form}, **everything)
+    for name in probes.values:
+        if len(probes.dims[name].split()) == 2:
+            for layout in ("padded 3", "columns", "expanded"):
+                yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
     for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
         yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)
     if dtype == torch.bfloat16 and row_tensors:
-        yield Case("beyond int32", lead=(2,), columns=256, layouts={row_tensors[-1]: "huge"}, **base)
+        last = row_tensors[-1]
+        two = {probes.dims[last].split()[0]: 2} if last in probes.tables else {}
+        yield Case("beyond int32", lead=(2,), columns=256, layouts={last: "huge"}, sizes=two, **base)
     for seed in range(1, 3 if size == "tiny" else 5):
         count = 4 if size == "tiny" else 64
         yield Case("pool", lead=(count,), columns=512, seed=seed, **everything)
     if size == "full":
         for workload in op.workloads:
             rows = max(1, min(workload.rows, MOST_ELEMENTS // workload.columns))
-            sizes = dict(probes.extent(workload.shape).sizes)
+            sizes = probes.cut(probes.extent(workload.shape).sizes, max(1, MOST_ELEMENTS // workload.columns))
             yield Case(f"workload: {workload.name}", lead=(rows,), columns=workload.columns, sizes=sizes, **base)

@@ -130,7 +130,7 @@ def _run_on_a_side_stream(
     if not first.is_cuda or any(0 in t.stride() for t, _ in filled):
         return None
     for tensor, _ in filled:
-        tensor.fill_(float("nan"))
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     torch.cuda.synchronize(first.device)
     stream = torch.cuda.Stream(first.device)
     with torch.cuda.stream(stream):

@@ -75,6 +75,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
     layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
+    sizes = op.probes.cut(extent.sizes, most)
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []
     for place, values in enumerate(VALUES):
@@ -83,7 +84,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
             lead = (max(1, count // 2), 2) if len(lead) == 2 else lead
             found.append(
                 Case("first use", call.op, lead, extent.columns, main.dtype, dict(call.options), absent,
-                     other_dtypes(call), layouts, values, seed=place, sizes=extent.sizes, forms=forms_of(call))
+                     other_dtypes(call), layouts, values, seed=place, sizes=sizes, forms=forms_of(call))
             )  # fmt: skip
     return found
 

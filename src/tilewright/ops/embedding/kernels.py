@@ -1,0 +1,20 @@
+"""The kernels of the embedding family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.embedding import configs
+
+_HERE = "tilewright.ops.embedding"
+_GPUS = (cuda(80), hip("gfx942"))
+
+KERNELS = [
+    Kernel(
+        "embedding_bag_mean",
+        "triton",
+        f"{_HERE}.triton:forward",
+        Capability(_GPUS, limits=(unit_stride("weight"), row_levels("indices"))),
+        configs.forward_configs,
+    ),
+]

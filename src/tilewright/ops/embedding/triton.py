@@ -1,0 +1,124 @@
+"""How Triton runs embedding_bag_mean: a few bags and a block of columns a program, one row of each bag at a time.
+
+A thread keeps its columns of a bag's sum in registers from the first id to the last, so that nothing is exchanged
+between threads and the order of the sum is that of the ids. `AHEAD` rows of each bag are asked for before the first is
+added. The gradient is in `triton_backward`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Argument, Config, Launch
+
+
+@triton.jit
+def row_start(row, stride, outer, inner, LEVELS: tl.constexpr):
+    """Where a row lies: in one level of strides or in two (`inner` rows to a block, `outer` apart). int64."""
+    if LEVELS == 2:
+        return (row // inner) * outer + (row % inner) * stride
+    else:
+        return row * stride
+
+
+@triton.jit
+def standing_of(ids, inside, table_rows, padding, HAS_PADDING: tl.constexpr):
+    """Which of `ids` (int64) count, and which are bad: neither a row of the table nor padding."""
+    in_table = (ids >= 0) & (ids < table_rows)
+    if HAS_PADDING:
+        real = inside & (ids != padding)
+    else:
+        real = inside
+    return real & in_table, real & (in_table == 0)
+
+
+@triton.jit(do_not_specialize=["total_bags", "ids", "inner", "table_rows", "padding"])
+def bag_mean(
+    weight, indices, out, count, weight_stride, indices_stride, outer, inner, step, total_bags, ids, total_columns,
+    table_rows, padding,
+    HAS_PADDING: tl.constexpr, NAN: tl.constexpr, SAVE: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr,
+    EVEN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """out = the mean over each bag; count = how many of its ids count, if SAVE. NAN: a bad id makes its bag NaN."""
+    blocks = tl.cdiv(total_columns, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)[:, None]
+    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    has_bag, has_column = bags < total_bags, columns < total_columns
+    first = indices + row_start(bags, indices_stride, outer, inner, LEVELS)
+    total = tl.zeros([BAGS, BLOCK], tl.float32)
+    counted = tl.zeros([BAGS, 1], tl.int32)
+    spoilt = tl.zeros([BAGS, 1], tl.int32)
+    for start in tl.range(0, ids, AHEAD):
+        for ahead in tl.static_range(AHEAD):  # independent loads: the compiler issues them before the first sum
+            place = start + ahead
+            inside = has_bag & (place < ids)
+            one = tl.load(first + (place if UNIT else place * step), mask=inside, other=0).to(tl.int64)
+            counts, bad = standing_of(one, inside, table_rows, padding, HAS_PADDING)
+            mask = counts if EVEN else counts & has_column
+            row = tl.load(weight + one * weight_stride + columns, mask=mask, other=0.0)
+            total += row.to(tl.float32)
+            counted += counts.to(tl.int32)
+            if NAN:
+                spoilt |= bad.to(tl.int32)
+    many = counted.to(tl.float32)
+    mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0))
+    if NAN:
+        mean = tl.where(spoilt != 0, float("nan"), mean)
+    tl.store(
+        out + bags * total_columns + columns,
+        mean.to(out.dtype.element_ty),
+        mask=has_bag if EVEN else has_bag & has_column,
+    )
+    if SAVE:
+        tl.store(count + bags, many, mask=has_bag & ((program % blocks) == 0))
+
+
+def places(facts: TensorFacts, prefix: str = "") -> dict[str, Argument]:
+    """Arguments of `row_start` for a tensor: `<prefix>stride`, `<prefix>outer` and `<prefix>inner`."""
+    levels = facts.row_levels
+    inner, stride = levels[-1]
+    two = len(levels) == 2
+    return {f"{prefix}outer": levels[0][1] if two else None, f"{prefix}inner": inner if two else None} | {
+        f"{prefix}stride" if prefix else "indices_stride": stride
+    }
+
+
+def padding_of(call: Call) -> tuple[dict[str, Argument], dict[str, bool]]:
+    """The padding id and whether there is one."""
+    return {"padding": call.padding_idx}, {"HAS_PADDING": call.padding_idx is not None}
+
+
+def forward(call: Call, config: Config) -> Launch:
+    """embedding_bag_mean."""
+    weight, indices = call.weight, call.indices
+    padding, has_padding = padding_of(call)
+    grid = triton.cdiv(indices.rows, config.bags) * triton.cdiv(weight.columns, config.block)
+    args: dict[str, Argument] = {
+        "weight": weight,
+        "indices": indices,
+        "out": call.out,
+        "count": call["count"],
+        "weight_stride": weight.row_levels[-1][1],
+        **places(indices),
+        "step": None if indices.column_stride == 1 else indices.column_stride,
+        "total_bags": indices.rows,
+        "ids": indices.columns,
+        "total_columns": weight.columns,
+        "table_rows": weight.rows,
+        **padding,
+    }
+    constants = {
+        **has_padding,
+        "NAN": call.out_of_range == "error",
+        "SAVE": call.saving,
+        "LEVELS": len(indices.row_levels),
+        "UNIT": indices.column_stride == 1,
+        "EVEN": weight.columns % config.block == 0,
+        "BAGS": config.bags,
+        "BLOCK": config.block,
+        "AHEAD": config.ahead,
+    }
+    return Launch(bag_mean, (grid, 1, 1), args, constants, {"num_warps": config.num_warps})

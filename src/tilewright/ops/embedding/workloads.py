@@ -1,0 +1,13 @@
+"""Inputs of embedding bags as recommenders have them: bags, columns, (rows of the table, ids a bag)."""
+
+import torch
+
+from tilewright.core.probes import Workload
+
+BAGS = (
+    Workload("recommender, 65536 bags of 32 from 2M rows", 65536, 128, torch.float16, (2_000_000, 32)),
+    Workload("dlrm, 8192 bags of 20 from 1M rows", 8192, 64, torch.float32, (1_000_000, 20)),
+    Workload("short history, 4096 bags of 50 from 100K rows", 4096, 256, torch.bfloat16, (100_000, 50)),
+    Workload("small vocabulary, 65536 bags of 8 from 1000 rows", 65536, 64, torch.bfloat16, (1000, 8)),
+    Workload("serving, 16 bags of 200 from 1M rows", 16, 128, torch.float16, (1_000_000, 200)),
+)
