@@ -40,6 +40,7 @@ from tilewright.ops.activation import (
     swiglu_packed_backward,
 )
 from tilewright.ops.embedding import embedding_bag_mean, embedding_bag_mean_backward
+from tilewright.ops.linear import linear, linear_backward
 from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
 from tilewright.ops.norm import (
     add_layer_norm,
@@ -106,6 +107,8 @@ __all__ = [
     "l2_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "linear",
+    "linear_backward",
     "patch",
     "rms_norm",
     "rms_norm_backward",

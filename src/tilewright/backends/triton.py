@@ -236,6 +236,7 @@ class JitRunner(Runner):
         self.index = call.device.index if call.device.is_gpu else None
         if interpreting():
             _round_to_nearest()
+            _multiply_values()
 
     def __call__(self, buffers: Buffers) -> None:
         if self.index is None:
@@ -269,6 +270,26 @@ def _round_to_nearest() -> None:
         return rounded.view(torch.int16).numpy().view("uint16")
 
     interpreter._convert_float = convert
+
+
+@cache
+def _multiply_values() -> None:
+    """Triton's interpreter multiplies matrices of bfloat16 as the integers that it keeps them in. Mended here."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle((h.data.astype("uint32") << 16).view("float32"), tl.float32)
+            if h.dtype.scalar == tl.bfloat16
+            else h
+            for h in (a, b)
+        ]
+        return original(self, *wide, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def resources(artifact: Artifact) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ no cache holds. How they are timed is in `measure.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -142,24 +142,27 @@ def problems(
         served = registry.served_by(name)
         chosen += [(o, ("backward",)) for o in served] or [(op, passes)]
     for op, wanted in chosen:
-        for name, shape, usual in _sizes(op, workloads, shapes):
+        for name, shape, usual, options in _sizes(op, workloads, shapes):
             if not shape or min(shape) < 1:
                 raise InvalidArgument("bench", "shape", "x".join(map(str, shape)), "rows and columns: 8192x4096")
             for dtype in dtypes or (usual,):
                 for one in wanted:
                     if one == "backward" and op.gradient is None:
                         continue
-                    found.append(Problem(op, one == "backward", shape, dtype, name, device))
+                    found.append(Problem(op, one == "backward", shape, dtype, name, device, dict(options)))
     return found
 
 
 def _sizes(
     op: Op[Any], workloads: Sequence[str], shapes: Sequence[tuple[int, ...]]
-) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+) -> list[tuple[str, tuple[int, ...], torch.dtype, Mapping[str, Any]]]:
     known: dict[tuple[int, ...], Workload] = {w.shape: w for w in op.workloads}
     if shapes:
-        return [(known[s].name if s in known else "", s, torch.bfloat16) for s in shapes]
+        return [
+            (w.name, s, torch.bfloat16, w.options) if (w := known.get(s)) else ("", s, torch.bfloat16, {})
+            for s in shapes
+        ]
     picked = [w for w in op.workloads if not workloads or any(name.lower() in w.name.lower() for name in workloads)]
     if workloads and not picked:
         raise UnknownName(f"workload of {op.name}", workloads[0], [w.name for w in op.workloads])
-    return [(w.name, w.shape, w.dtype) for w in picked]
+    return [(w.name, w.shape, w.dtype, w.options) for w in picked]

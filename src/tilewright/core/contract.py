@@ -59,17 +59,26 @@ def per_column(call: Call, main: str, *names: str) -> None:
     first = call.tensors[main]
     assert first is not None
     for name in names:
-        facts = call.tensors[name]
-        if facts is None:
-            continue
-        if facts.shape != (first.columns,):
-            raise InvalidArgument(
-                call.op, name, f"shape {list(facts.shape)}", f"needs [{first.columns}], the last dimension of {main}"
-            )
-        if facts.dtype not in (first.dtype, torch.float32):
-            raise InvalidArgument(
-                call.op, name, f"dtype {_name(facts.dtype)}", f"takes {_name(first.dtype)} (as {main}) or fp32"
-            )
+        parameter(call, main, name, (first.columns,), f"the last dimension of {main}")
+
+
+def parameter(call: Call, main: str, name: str, shape: tuple[int, ...], why: str = "") -> None:
+    """`name`, if given, has this shape, and the dtype of `main` or fp32."""
+    first, facts = call.tensors[main], call.tensors[name]
+    assert first is not None
+    has_shape(call, name, shape, why)
+    if facts is not None and facts.dtype not in (first.dtype, torch.float32):
+        raise InvalidArgument(
+            call.op, name, f"dtype {_name(facts.dtype)}", f"takes {_name(first.dtype)} (as {main}) or fp32"
+        )
+
+
+def has_shape(call: Call, name: str, shape: tuple[int, ...], why: str = "") -> None:
+    """`name`, if the op has it and it is given, has this shape."""
+    facts = call.tensors.get(name)
+    if facts is not None and facts.shape != shape:
+        wanted = f"needs {list(shape)}" + (f", {why}" if why else "")
+        raise InvalidArgument(call.op, name, f"shape {list(facts.shape)}", wanted)
 
 
 def per_row(call: Call, main: str, *names: str) -> None:

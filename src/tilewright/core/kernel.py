@@ -55,7 +55,7 @@ class Kernel:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the module's source, of what it imports from its own package's ops, and of `files`."""
+        """Digest of the module's source, of what it imports from its own package's families, and of `files`."""
         module = self.source.split(":")[0]
         text = hashlib.sha256(self.source.encode())
         for path in _sources(module):
@@ -111,12 +111,12 @@ def _sources(module: str) -> tuple[Path, ...]:
 
 
 def _own(other: Path, module: str, path: Path) -> bool:
-    """Whether what a kernel imports is part of its source: of this library the family's own helpers and those that
-    families share, since core and backends do not change what a kernel computes; of another package all of it."""
+    """Whether what a kernel imports is part of its source: of this library the helpers of its family, of others and of
+    all, since core and backends do not change what a kernel computes; of another package all of it."""
     if module.partition(".")[0] != "tilewright":
         return True
-    shared = _path("tilewright.ops")
-    return other.parent == path.parent or (shared is not None and other.parent == shared.parent)
+    families = _path("tilewright.ops")
+    return other.parent == path.parent or (families is not None and families.parent in other.parents)
 
 
 def _imported(node: ast.AST, package: str) -> list[str]:

@@ -32,12 +32,12 @@ def define(op: Op[Any], run: NodeRun) -> None:
 
 
 def schema(op: Op[Any], saving: bool) -> str:
-    """The node's schema. An op that may skip outputs returns a list of those it has."""
+    """The node's schema. An op that may skip outputs, or save less, returns a list of those it has."""
     tensors = [f"Tensor? {n}" if n in op.optional else f"Tensor {n}" for n in op.tensors]
     options = [f"{_option(op.option_types[n])} {n}" for n in op.options]
     returns = (
         "Tensor[]"
-        if op.may_skip
+        if _listed(op, saving)
         else "Tensor"
         if op.single and not saving
         else ("(" + ", ".join(["Tensor"] * (len(op.out) + len(op.saved) * saving)) + ")")
@@ -55,19 +55,23 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {n: list(v) if isinstance(v, tuple) else v for n, v in options.items()}
 
 
-def pack(op: Op[Any], results: Sequence[Any]) -> Any:
+def _listed(op: Op[Any], saving: bool) -> bool:
+    return op.may_skip or (saving and op.may_save_less)
+
+
+def pack(op: Op[Any], results: Sequence[Any], saving: bool = False) -> Any:
     """The op's results as the node returns them."""
-    if op.may_skip:
+    if _listed(op, saving):
         return [r for r in results if r is not None]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def unpack(op: Op[Any], found: Any, tensors: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """What the node returned as the op returns it: None where an output was skipped."""
-    if not op.may_skip:
+def unpack(op: Op[Any], found: Any, tensors: Sequence[Any], options: Mapping[str, Any], saving: bool = False) -> Any:
+    """What the node returned as the op returns it: None where an output was skipped, or nothing saved."""
+    if not _listed(op, saving):
         return found
     rest = iter(found)
-    specs = op.out_specs(dict(zip(op.tensors, tensors, strict=True)), options, False)
+    specs = op.out_specs(dict(zip(op.tensors, tensors, strict=True)), options, saving)
     return tuple(None if spec is None else next(rest) for spec in specs.values())
 
 
@@ -84,7 +88,7 @@ def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
     def implementation(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
         inputs = _padded(op, tensors)
         results = run(op, inputs, options, backend, saving)
-        return pack(op, results)
+        return pack(op, results, saving)
 
     def fake(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
         inputs = dict(zip(op.tensors, _padded(op, tensors), strict=True))
@@ -95,7 +99,7 @@ def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
                     op.name, argument, f"on {t.device}, other tensors on {like.device}", "move it there first"
                 )
         specs = op.out_specs(inputs, options, saving)
-        return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()])
+        return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()], saving)
 
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     _library.impl(name, fake, "Meta")  # register_fake looks up source lines, which costs half a millisecond an op
@@ -116,13 +120,14 @@ class _NodeApply(torch.autograd.Function):
         saving = getattr(torch.ops.tilewright, op.name + "_saving")
         with torch._C._AutoDispatchBelowAutograd():
             found = saving(*tensors, **options, backend=backend)
+        found = unpack(op, found, tensors, options, True)
         results = (found,) if isinstance(found, torch.Tensor) else found  # one output, and nothing saved
         frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
         ctx.plan = Backward(op, options, backend, frozen)
         every = (*tensors, *results)
         ctx.save_for_backward(*[every[i] for i in ctx.plan.keep])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[len(op.out) :])
+        ctx.mark_non_differentiable(*[r for r in results[len(op.out) :] if r is not None])
         outputs = results[: len(op.out)]
         return outputs[0] if op.single else tuple(outputs)
 

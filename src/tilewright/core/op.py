@@ -44,11 +44,13 @@ def needed(index: int, rule: OutRule) -> OutRule:
 
 @dataclass(frozen=True)
 class Saved:
-    """A statistic that forward keeps for backward: its output rule, and its definition in torch. The definition's
-    parameters name inputs, outputs and options of the op."""
+    """What forward keeps for backward beside inputs and outputs: its output rule, and its definition in torch. The
+    definition's parameters name inputs, outputs and options of the op. `optional`: some calls do not save it; both rule
+    and definition then say None."""
 
     rule: OutRule
-    define: Callable[..., torch.Tensor]
+    define: Callable[..., torch.Tensor | None]
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ class Op(Generic[R]):
     def single(self) -> bool:
         """Whether it returns one tensor and not a tuple."""
         return len(self.out) == 1 and not self.may_skip
+
+    @property
+    def may_save_less(self) -> bool:
+        """Whether some calls save only a part of what others do."""
+        return any(saved.optional for saved in self.saved.values())
 
     @property
     def may_skip(self) -> bool:

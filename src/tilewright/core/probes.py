@@ -96,10 +96,9 @@ class Probes:
         return Extent(lead, columns, sizes)
 
     def is_rows(self, name: str) -> bool:
-        """Whether it is a tensor of rows of numbers."""
+        """Whether it is a tensor of rows of numbers, of any width."""
         words = self.forms(name)[0].split()
-        leads = words[:1] == ["M"] or name in self.tables
-        return len(words) == 2 and leads and words[1].endswith("C") and name not in self.values
+        return len(words) == 2 and (words[0] == "M" or name in self.tables) and name not in self.values
 
     def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
         """`sizes` with no more than `most` rows in any table."""
@@ -129,13 +128,14 @@ class Probes:
 @dataclass(frozen=True)
 class Workload:
     """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes
-    where they differ from the usual."""
+    and options where they differ from the usual."""
 
     name: str
     rows: int
     columns: int
     dtype: torch.dtype = torch.bfloat16
     sizes: Shape = ()
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> Shape:

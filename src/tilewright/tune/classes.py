@@ -40,14 +40,15 @@ def subjects(
     """The classes of `ops`, each once. Without `shapes` those of the op's workloads; without `dtypes` the usual one."""
     found: dict[Any, Subject] = {}
     for op in ops:
-        wanted: list[tuple[str, tuple[int, ...], torch.dtype]]
+        wanted: list[tuple[str, tuple[int, ...], torch.dtype, Mapping[str, Any]]]
         if shapes is None:
-            wanted = [(w.name, w.shape, w.dtype) for w in op.workloads]
+            wanted = [(w.name, w.shape, w.dtype, w.options) for w in op.workloads]
         else:
-            wanted = [("", tuple(shape), torch.bfloat16) for shape in shapes]
-        for workload, shape, usual in wanted:
+            wanted = [("", tuple(shape), torch.bfloat16, {}) for shape in shapes]
+        for workload, shape, usual, asked in wanted:
             for dtype in dtypes or (usual,):
-                for options, absent, saving in variants(op):
+                for usually, absent, saving in variants(op):
+                    options = {**usually, **asked}
                     call = call_of(op, shape, dtype, device, options=options, absent=absent, saving=saving)
                     key = (op.name, shape, dtype, tuple(options.items()), absent, saving)
                     found.setdefault(key, Subject(call, workload, shape, dtype))

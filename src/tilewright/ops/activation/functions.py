@@ -1,7 +1,8 @@
 """The activation functions of the family in torch, their derivatives, and the absolute terms that rounding works on.
 
 Everything here takes and returns the accumulation dtype. A function is named as kernels name it: "silu", "gelu_tanh"
-(the form with tanh, written with the logistic function, which equals it exactly) or "gelu" (the form with erf).
+(the form with tanh, written with the logistic function, which equals it exactly), "gelu" (the form with erf), "relu",
+"relu2" (its square) or "none". In Triton they are in `triton_functions`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ UNDERFLOW = 2.0**-102
 """What stands beside s(z) among the terms: 2^-24 of it is the smallest normal number. Where the exponential of the
 logistic function overflows, s(z) is 0, also in the baseline."""
 APPROXIMATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
+KINDS = ("none", "relu", "relu2", "silu", "gelu", "gelu_tanh")
 
 
 def _inner(g: Tensor) -> Tensor:
@@ -40,14 +42,22 @@ def _normal_cdf(g: Tensor) -> Tensor:
 
 
 def act(kind: str, g: Tensor) -> Tensor:
-    """act(g). At -infinity it is NaN, as in torch."""
+    """act(g). At -infinity silu and gelu are NaN, as in torch."""
+    if kind == "none":
+        return g
+    if kind in ("relu", "relu2"):
+        return torch.relu(g) if kind == "relu" else torch.relu(g).square()
     if kind == "silu":
         return g * torch.sigmoid(g)
     return g * torch.sigmoid(_inner(g)) if kind == "gelu_tanh" else g * _normal_cdf(g)
 
 
 def derivative(kind: str, g: Tensor) -> Tensor:
-    """act'(g). 1 - s(z) is s(-z), which does not cancel."""
+    """act'(g). 1 - s(z) is s(-z), which does not cancel. At 0 relu has 0, as in torch."""
+    if kind == "none":
+        return torch.ones_like(g)
+    if kind in ("relu", "relu2"):
+        return torch.where(g <= 0.0, 0.0, torch.ones_like(g) if kind == "relu" else 2.0 * g)
     if kind == "silu":
         return torch.sigmoid(g) * (1.0 + g * torch.sigmoid(-g))
     if kind == "gelu_tanh":
@@ -57,10 +67,20 @@ def derivative(kind: str, g: Tensor) -> Tensor:
     return _normal_cdf(g) + g * (DENSITY * torch.exp(-0.5 * g * g))
 
 
+def chain(kind: str, upstream: Tensor, g: Tensor) -> Tensor:
+    """upstream * act'(g). What a rectifier holds back is 0 whatever comes from above, as in torch."""
+    if kind == "none":
+        return upstream
+    found = upstream * derivative(kind, g)
+    return torch.where(g <= 0.0, 0.0, found) if kind in ("relu", "relu2") else found
+
+
 def act_terms(kind: str, g: Tensor) -> Tensor:
     """The absolute terms of act(g): both of 1 + tanh or 1 + erf; of silu also what the exponential makes of the
     rounding of its argument."""
     size = g.abs()
+    if kind in ("none", "relu", "relu2"):
+        return act(kind, g).abs()
     if kind == "silu":
         return size * (torch.sigmoid(g) * (1.0 + size) + UNDERFLOW)
     inner = torch.tanh(_inner(g) / 2) if kind == "gelu_tanh" else torch.erf(g * ROOT_HALF)
@@ -70,6 +90,8 @@ def act_terms(kind: str, g: Tensor) -> Tensor:
 def derivative_terms(kind: str, g: Tensor) -> Tensor:
     """The absolute terms of act'(g), as `act_terms`. From |g| = 8 on the second term of a GELU is 0 in float32."""
     size = g.abs()
+    if kind in ("none", "relu", "relu2"):
+        return derivative(kind, g).abs()
     if kind == "silu":
         return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size)
     near = size.clamp(max=8.0)

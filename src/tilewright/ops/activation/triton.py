@@ -1,8 +1,8 @@
 """How Triton runs the activation family: one kernel forward and one backward, for one input or a gate and a value.
 
 What tells the ops apart is fixed at compile time. A program takes a tile of [ROWS, BLOCK] elements; where every tensor
-is dense (FLAT) the rows do not matter and it takes BLOCK elements of the whole. The sizes of tiles are in `configs`;
-what the ops mean is said by their definitions.
+is dense (FLAT) the rows do not matter and it takes BLOCK elements of the whole. The functions are in
+`triton_functions`, the sizes of tiles in `configs`; what the ops mean is said by their definitions.
 """
 
 from __future__ import annotations
@@ -15,48 +15,7 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.configs import inputs_of, is_flat, kind_of, packing, rows_and_columns
-
-CUBIC = tl.constexpr(0.044715)
-TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-ROOT_HALF = tl.constexpr(0.7071067811865476)
-DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
-FLAT_SQUARE = tl.constexpr(4096.0)  # the square of functions.FLAT
-
-
-@triton.jit
-def logistic(z):
-    """s(z). The exponential may be infinite: its reciprocal is 0."""
-    return 1.0 / (1.0 + tl.exp(-z))
-
-
-@triton.jit
-def inner(g):
-    return TWICE_ROOT * g * (1.0 + CUBIC * g * g)
-
-
-@triton.jit
-def activation(g, ACT: tl.constexpr):
-    """act(g) in float32. A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
-    if ACT == "silu":
-        return g * logistic(g)
-    elif ACT == "gelu_tanh":
-        return g * logistic(inner(g))
-    else:
-        return g * (0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)))
-
-
-@triton.jit
-def slope(g, ACT: tl.constexpr):
-    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
-    if ACT == "silu":
-        return logistic(g) * (1.0 + g * logistic(-g))
-    elif ACT == "gelu_tanh":
-        z = inner(g)
-        s = logistic(z)
-        square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
-        return s + g * (s * logistic(-z) * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
-    else:
-        return 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)) + g * (DENSITY * tl.exp(-0.5 * g * g))
+from tilewright.ops.activation.triton_functions import activation, slope
 
 
 @triton.jit

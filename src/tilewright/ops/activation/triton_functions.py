@@ -1,0 +1,72 @@
+"""The activation functions in Triton and their derivatives, in float32: what `functions` is in torch.
+
+Families that fuse an activation into kernels of their own take them from here.
+"""
+
+import triton
+import triton.language as tl
+
+CUBIC = tl.constexpr(0.044715)
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+FLAT_SQUARE = tl.constexpr(4096.0)  # the square of functions.FLAT
+
+
+@triton.jit
+def logistic(z):
+    """s(z). The exponential may be infinite: its reciprocal is 0."""
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def inner(g):
+    return TWICE_ROOT * g * (1.0 + CUBIC * g * g)
+
+
+@triton.jit
+def activation(g, ACT: tl.constexpr):
+    """act(g) in float32. A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
+    if ACT == "none":
+        return g
+    elif ACT == "relu":
+        return tl.where(g < 0.0, 0.0, g)  # NaN is not below zero, and stays
+    elif ACT == "relu2":
+        return tl.where(g < 0.0, 0.0, g * g)
+    elif ACT == "silu":
+        return g * logistic(g)
+    elif ACT == "gelu_tanh":
+        return g * logistic(inner(g))
+    else:
+        return g * (0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)))
+
+
+@triton.jit
+def slope(g, ACT: tl.constexpr):
+    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
+    if ACT == "none":
+        return tl.full(g.shape, 1.0, tl.float32)
+    elif ACT == "relu":
+        return tl.where(g <= 0.0, 0.0, 1.0)
+    elif ACT == "relu2":
+        return tl.where(g <= 0.0, 0.0, 2.0 * g)
+    elif ACT == "silu":
+        return logistic(g) * (1.0 + g * logistic(-g))
+    elif ACT == "gelu_tanh":
+        z = inner(g)
+        s = logistic(z)
+        square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
+        return s + g * (s * logistic(-z) * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
+    else:
+        return 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)) + g * (DENSITY * tl.exp(-0.5 * g * g))
+
+
+@triton.jit
+def chain(upstream, g, ACT: tl.constexpr):
+    """upstream * act'(g). What a rectifier holds back is 0 whatever comes from above."""
+    if ACT == "none":
+        return upstream
+    elif ACT == "relu" or ACT == "relu2":
+        return tl.where(g <= 0.0, 0.0, upstream * slope(g, ACT))
+    else:
+        return upstream * slope(g, ACT)

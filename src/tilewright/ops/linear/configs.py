@@ -1,0 +1,79 @@
+"""How a product is cut into tiles, best guess first, and which fit the shared memory of a device. Needs no Triton.
+
+Keys: `m`, `n` of the output and `k` of the sum a step; `group` rows of tiles that are walked together, so that they
+find each other's columns in the L2; warps and pipeline stages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.core.call import Call
+from tilewright.core.device import Device
+from tilewright.core.launch import Config
+
+Shape = tuple[int, int, int, int, int]
+"""m, n, k, warps, stages."""
+
+WIDE: tuple[Shape, ...] = (
+    (128, 256, 64, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 128, 64, 4, 3),
+    (256, 128, 64, 8, 3),
+    (128, 256, 64, 8, 4),
+    (128, 128, 64, 8, 4),
+    (128, 128, 32, 4, 4),
+    (64, 256, 64, 8, 4),
+    (128, 64, 64, 4, 4),
+)
+NARROW: tuple[Shape, ...] = ((64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 256, 64, 8, 3))
+FEW: tuple[Shape, ...] = ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 32, 128, 4, 4), (16, 64, 64, 4, 3))
+"""For rows that fill half a tile, or a sixteenth. A multiprocessor multiplies 64 rows at a time, or 16."""
+SINGLE: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (64, 64, 32, 8, 2), (128, 64, 16, 8, 2), (32, 64, 32, 4, 2))
+"""float32 is multiplied without tensor cores, in registers."""
+MOST_SHARED = {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224, 110: 224, 120: 96, 121: 96}
+"""KiB a program may have, by compute capability; other devices (AMD) have 64."""
+
+
+def forward_configs(call: Call) -> tuple[Config, ...]:
+    """Of y = x W^T: rows of x, rows of weight."""
+    return _fitting(call, _bucket(call.x.rows))
+
+
+def backward_configs(call: Call) -> tuple[Config, ...]:
+    """Of both products of the gradient: dx has the rows of x, dweight those of weight."""
+    return _fitting(call, _bucket(call.weight.rows if not call.has("dx") else call.x.rows))
+
+
+def _fitting(call: Call, rows: int) -> tuple[Config, ...]:
+    """Tiles for so many rows of output. Rows count by the power of two above them, as in a call class."""
+    itemsize = call.x.dtype.itemsize
+    if call.x.dtype == torch.float32:
+        wanted = SINGLE if rows > 32 else (SINGLE[-1], *SINGLE[:-1])
+    elif rows <= 16:
+        wanted = FEW
+    else:
+        wanted = NARROW if rows <= 64 else (*WIDE, *NARROW[:2])
+    room = _shared(call.device) * 1024
+    return tuple(
+        Config(m=m, n=n, k=k, group=8, num_warps=warps, num_stages=stages)
+        for m, n, k, warps, stages in _deepest(wanted, room, itemsize)
+    )
+
+
+def _deepest(wanted: tuple[Shape, ...], room: int, itemsize: int) -> list[Shape]:
+    """The tiles with as many stages as fit; two at least, else the tile is left out."""
+    found: dict[Shape, None] = {}
+    for m, n, k, warps, stages in wanted:
+        stages = min(stages, room // ((m + n) * k * itemsize))
+        if stages >= 2:
+            found[m, n, k, warps, stages] = None
+    return list(found)
+
+
+def _shared(device: Device) -> int:
+    return MOST_SHARED.get(device.sm, 64) if device.kind != "cpu" else 224
+
+
+def _bucket(rows: int) -> int:
+    return 1 << max(rows - 1, 0).bit_length()

@@ -1,0 +1,52 @@
+"""The kernels of the linear family, as data: one declaration each. Nothing here imports Triton."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.linear import configs
+from tilewright.ops.linear.vendor import dense_rows, one_kernel, plain_gradient
+
+_HERE = "tilewright.ops.linear"
+
+TRITON_KERNELS = [
+    Kernel(
+        "linear",
+        "triton",
+        f"{_HERE}.triton:forward",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("x", "weight", "bias", "residual"), row_levels("x", "residual")),
+        ),
+        configs.forward_configs,
+    ),
+    Kernel(
+        "linear_backward",
+        "triton",
+        f"{_HERE}.triton_backward:backward",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("x", "weight", "z"), row_levels("dy", "x", "z")),
+        ),
+        configs.backward_configs,
+    ),
+]
+
+VENDOR_KERNELS = [
+    Kernel(
+        "linear",
+        "vendor",
+        f"{_HERE}.vendor:linear",
+        Capability(limits=(dense_rows("x", "weight", "residual"), unit_stride("bias"), one_kernel)),
+        label="aten",
+    ),
+    Kernel(
+        "linear_backward",
+        "vendor",
+        f"{_HERE}.vendor:linear_backward",
+        Capability(limits=(dense_rows("dy", "x", "weight"), row_levels("z", most=1), plain_gradient)),
+        label="aten",
+    ),
+]
+
+KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]

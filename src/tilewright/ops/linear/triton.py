@@ -1,0 +1,87 @@
+"""How Triton runs linear: one tile of y a program, the epilogue in registers. The gradient is in `triton_backward`.
+
+Tiles are read through pointers, asynchronously and `num_stages` deep. Rows past the end are read as row 0, whose
+results are not stored; only the end of a sum has to be masked, and only where K is no multiple of the step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call
+from tilewright.core.launch import Argument, Config, Launch
+from tilewright.ops.activation.triton_functions import activation
+from tilewright.ops.linear.triton_tiles import operand, places, product, row_starts, tile_of
+
+
+@triton.jit(do_not_specialize=["x_count", "residual_count", "total_rows"])
+def linear_forward(
+    x, weight, bias, residual, y, z,
+    x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count, weight_stride,
+    total_rows, total_columns, depth,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """y = act(x W^T + b) + residual; z = x W^T + b if SAVE."""
+    first_row, first_column = tile_of(total_rows, total_columns, GROUP, M, N)
+    rows = first_row + tl.arange(0, M)
+    columns = first_column + tl.arange(0, N)
+    steps = tl.arange(0, K)
+    row_inside, column_inside = rows < total_rows, columns < total_columns
+    x_rows = row_starts(tl.where(row_inside, rows, 0), x_stride, x_outer, x_count, X_INNER)
+    weight_rows = tl.where(column_inside, columns, 0) * weight_stride
+    a = x + x_rows[:, None] + steps[None, :]
+    b = weight + weight_rows[None, :] + steps[:, None]
+    total = tl.zeros([M, N], tl.float32)
+    for start in tl.range(0, depth, K):
+        inside = steps < depth - start
+        total = product(operand(a, inside[None, :], not EVEN), operand(b, inside[:, None], not EVEN), total)
+        a += K
+        b += K
+    mask = row_inside[:, None] & column_inside[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    place = rows[:, None] * total_columns + columns[None, :]
+    if SAVE:
+        tl.store(z + place, total.to(z.dtype.element_ty), mask=mask)
+    value = activation(total, ACT)
+    if HAS_RESIDUAL:
+        starts = row_starts(rows, residual_stride, residual_outer, residual_count, RESIDUAL_INNER)
+        value += tl.load(residual + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+
+
+def forward(call: Call, config: Config) -> Launch:
+    """y, and z where it is saved."""
+    x, weight = call.x, call.weight
+    strides, inner = places(x=x, residual=call.residual)
+    args: dict[str, Argument] = {
+        "x": x,
+        "weight": weight,
+        "bias": call.bias,
+        "residual": call.residual,
+        "y": call.y,
+        "z": call.z,
+        **strides,
+        "weight_stride": weight.row_levels[0][1],
+        "total_rows": x.rows,
+        "total_columns": weight.rows,
+        "depth": x.columns,
+    }
+    constants = {
+        "ACT": call.act,
+        "HAS_BIAS": call.has("bias"),
+        "HAS_RESIDUAL": call.has("residual"),
+        "SAVE": call.has("z"),
+        **inner,
+        "EVEN": x.columns % config.k == 0,
+        "GROUP": config.group,
+        "M": config.m,
+        "N": config.n,
+        "K": config.k,
+    }
+    grid = (triton.cdiv(x.rows, config.m) * triton.cdiv(weight.rows, config.n), 1, 1)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return Launch(linear_forward, grid, args, constants, options)

@@ -1,0 +1,213 @@
+"""How Triton runs the gradient of linear: dz with its column sums, then the two products, each a tile a program.
+
+With an activation dz is made once, in the dtype of x, and both products read it; without one they read dy. Column sums
+are two-stage in a fixed order, so dbias is the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.activation.triton_functions import chain
+from tilewright.ops.linear.triton_tiles import operand, places, product, row_starts, tile_of
+
+ROWS, COLUMNS = 32, 128
+"""A tile of the pass that makes dz."""
+MOST_GROUPS = 64
+"""Of rows, with a partial sum each: enough programs for a wide dy, few enough to add up quickly."""
+
+
+@triton.jit(do_not_specialize=["dy_count", "z_count", "total_rows"])
+def pointwise_gradient(
+    dy, z, dz, partials,
+    dy_stride, dy_outer, dy_count, dy_step, z_stride, z_outer, z_count, total_rows, total_columns, group_rows,
+    ACT: tl.constexpr, MAKES_DZ: tl.constexpr, SUMS: tl.constexpr, DY_UNIT: tl.constexpr,
+    DY_INNER: tl.constexpr, Z_INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dz = dy * act'(z) of `group_rows` rows and a block of columns; the sum of each column goes to `partials`."""
+    group = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    column_inside = columns < total_columns
+    last = tl.minimum((group + 1) * group_rows, total_rows)
+    dy_columns = columns if DY_UNIT else columns * dy_step
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(group * group_rows, last, ROWS):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < last)[:, None] & column_inside[None, :]
+        place = row_starts(rows, dy_stride, dy_outer, dy_count, DY_INNER)[:, None] + dy_columns[None, :]
+        value = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+        if ACT != "none":
+            place = row_starts(rows, z_stride, z_outer, z_count, Z_INNER)[:, None] + columns[None, :]
+            value = chain(value, tl.load(z + place, mask=mask, other=0.0).to(tl.float32), ACT)
+        if MAKES_DZ:
+            made = rows[:, None] * total_columns + columns[None, :]
+            tl.store(dz + made, value.to(dz.dtype.element_ty), mask=mask)
+        if SUMS:
+            sums += tl.where(mask, value, 0.0)
+    if SUMS:
+        tl.store(partials + group * total_columns + columns, tl.sum(sums, axis=0), mask=column_inside)
+
+
+@triton.jit
+def sum_groups(partials, dbias, groups, total_columns, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[groups, N] partial sums to dbias, rounded once."""
+    columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.arange(0, GROUPS).to(tl.int64)
+    mask = (group < groups)[:, None] & (columns < total_columns)[None, :]
+    found = tl.load(partials + group[:, None] * total_columns + columns[None, :], mask=mask, other=0.0)
+    tl.store(dbias + columns, tl.sum(found, axis=0).to(dbias.dtype.element_ty), mask=columns < total_columns)
+
+
+@triton.jit(do_not_specialize=["dz_count"])
+def input_gradient(
+    dz, weight, dx, dz_stride, dz_outer, dz_count, dz_step, weight_stride, total_rows, total_columns, depth,
+    DZ_UNIT: tl.constexpr, DZ_INNER: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """dx = dz W."""
+    first_row, first_column = tile_of(total_rows, total_columns, GROUP, M, N)
+    rows = first_row + tl.arange(0, M)
+    columns = first_column + tl.arange(0, N)
+    steps = tl.arange(0, K).to(tl.int64)
+    row_inside, column_inside = rows < total_rows, columns < total_columns
+    dz_rows = row_starts(tl.where(row_inside, rows, 0), dz_stride, dz_outer, dz_count, DZ_INNER)
+    a = dz + dz_rows[:, None] + (steps if DZ_UNIT else steps * dz_step)[None, :]
+    b = weight + (steps * weight_stride)[:, None] + columns[None, :]
+    total = tl.zeros([M, N], tl.float32)
+    for start in tl.range(0, depth, K):
+        inside = steps < depth - start
+        across = column_inside[None, :] if EVEN else inside[:, None] & column_inside[None, :]
+        left = operand(a, inside[None, :], not EVEN)
+        total = product(left, operand(b, across, not (EVEN and EVEN_N)), total)
+        a += K if DZ_UNIT else K * dz_step
+        b += K * weight_stride
+    mask = row_inside[:, None] & column_inside[None, :]
+    tl.store(dx + rows[:, None] * total_columns + columns[None, :], total.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["dz_count", "x_count", "depth"])
+def weight_gradient(
+    dz, x, dweight, dz_stride, dz_outer, dz_count, dz_step, x_stride, x_outer, x_count,
+    total_rows, total_columns, depth,
+    DZ_UNIT: tl.constexpr, DZ_INNER: tl.constexpr, X_INNER: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """dweight = dz^T x: the sum goes over the rows of both."""
+    first_row, first_column = tile_of(total_rows, total_columns, GROUP, M, N)
+    rows = first_row + tl.arange(0, M)
+    columns = first_column + tl.arange(0, N)
+    row_inside, column_inside = rows < total_rows, columns < total_columns
+    dz_columns = rows if DZ_UNIT else rows * dz_step
+    total = tl.zeros([M, N], tl.float32)
+    for start in tl.range(0, depth, K):
+        steps = start + tl.arange(0, K).to(tl.int64)
+        inside = steps < depth
+        dz_rows = row_starts(steps, dz_stride, dz_outer, dz_count, DZ_INNER)
+        x_rows = row_starts(steps, x_stride, x_outer, x_count, X_INNER)
+        down = row_inside[:, None] if EVEN else inside[None, :] & row_inside[:, None]
+        across = column_inside[None, :] if EVEN else inside[:, None] & column_inside[None, :]
+        left = operand(dz + dz_rows[None, :] + dz_columns[:, None], down, not (EVEN and EVEN_M))
+        right = operand(x + x_rows[:, None] + columns[None, :], across, not (EVEN and EVEN_N))
+        total = product(left, right, total)
+    mask = row_inside[:, None] & column_inside[None, :]
+    tl.store(dweight + rows[:, None] * total_columns + columns[None, :], total.to(dweight.dtype.element_ty), mask=mask)
+
+
+def backward(call: Call, config: Config) -> list[Launch]:
+    """dz and dbias first, then dx and dweight, those that are needed."""
+    makes_dz = call.act != "none" and (call.has("dx") or call.has("dweight"))
+    dz = Scratch("dz", call.dy.shape, call.x.dtype) if makes_dz else None
+    found = [*_pointwise(call, dz)] if makes_dz or call.has("dbias") else []
+    if call.has("dx"):
+        found.append(_input(call, config, dz))
+    if call.has("dweight"):
+        found.append(_weight(call, config, dz))
+    return found
+
+
+def _pointwise(call: Call, dz: Scratch | None) -> list[Launch]:
+    dy: TensorFacts = call.dy
+    sums = call.has("dbias")
+    rows = max(ROWS, triton.next_power_of_2(triton.cdiv(dy.rows, MOST_GROUPS)))
+    groups = triton.cdiv(dy.rows, rows)
+    partials = Scratch("partials", (groups, dy.columns)) if sums else None
+    strides, inner = places(dy=dy, z=call.z)
+    args: dict[str, Argument] = {
+        "dy": dy,
+        "z": call.z,
+        "dz": dz,
+        "partials": partials,
+        **strides,
+        "dy_step": None if dy.column_stride == 1 else dy.column_stride,
+        "total_rows": dy.rows,
+        "total_columns": dy.columns,
+        "group_rows": rows,
+    }
+    constants = {
+        "ACT": call.act,
+        "MAKES_DZ": dz is not None,
+        "SUMS": sums,
+        "DY_UNIT": dy.column_stride == 1,
+        **inner,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+    }
+    blocks = triton.cdiv(dy.columns, COLUMNS)
+    found = [Launch(pointwise_gradient, (blocks, groups, 1), args, constants, {"num_warps": 4})]
+    if sums:
+        args = {"partials": partials, "dbias": call.dbias, "groups": groups, "total_columns": dy.columns}
+        sizes = {"GROUPS": MOST_GROUPS, "COLUMNS": COLUMNS}
+        found.append(Launch(sum_groups, (blocks, 1, 1), args, sizes, {"num_warps": 4}))
+    return found
+
+
+def _input(call: Call, config: Config, dz: Scratch | None) -> Launch:
+    weight: TensorFacts = call.weight
+    args, constants = _upstream(call, dz)
+    args = {"dz": args.pop("dz"), "weight": weight, "dx": call.dx, **args}
+    args |= {
+        "weight_stride": weight.row_levels[0][1],
+        "total_rows": call.x.rows,
+        "total_columns": weight.columns,
+        "depth": weight.rows,
+    }
+    constants |= {"EVEN": weight.rows % config.k == 0, "EVEN_N": weight.columns % config.n == 0}
+    return _tiled(input_gradient, call.x.rows, weight.columns, args, constants, config)
+
+
+def _weight(call: Call, config: Config, dz: Scratch | None) -> Launch:
+    x: TensorFacts = call.x
+    args, constants = _upstream(call, dz)
+    strides, inner = places(x=x)
+    args = {"dz": args.pop("dz"), "x": x, "dweight": call.dweight, **args, **strides}
+    args |= {"total_rows": call.weight.rows, "total_columns": x.columns, "depth": x.rows}
+    constants |= inner
+    constants |= {
+        "EVEN": x.rows % config.k == 0,
+        "EVEN_M": call.weight.rows % config.m == 0,
+        "EVEN_N": x.columns % config.n == 0,
+    }
+    return _tiled(weight_gradient, call.weight.rows, x.columns, args, constants, config)
+
+
+def _upstream(call: Call, dz: Scratch | None) -> tuple[dict[str, Argument], dict[str, bool | int]]:
+    """What both products read: dz as it was made, or dy as it lies."""
+    facts = call.dy if dz is None else dz.facts
+    args, inner = places(dz=replace(facts, name="dz"))
+    unit = facts.column_stride == 1
+    args |= {"dz": call.dy if dz is None else dz, "dz_step": None if unit else facts.column_stride}
+    return args, {**inner, "DZ_UNIT": unit}
+
+
+def _tiled(
+    function: object, rows: int, columns: int, args: dict[str, Argument], constants: dict[str, bool | int],
+    config: Config,
+) -> Launch:  # fmt: skip
+    grid = (triton.cdiv(rows, config.m) * triton.cdiv(columns, config.n), 1, 1)
+    constants |= {"GROUP": config.group, "M": config.m, "N": config.n, "K": config.k}
+    return Launch(function, grid, args, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages})
