@@ -15,13 +15,32 @@ from tilewright.ops.activation.triton_functions import activation
 from tilewright.ops.linear.triton_tiles import operand, places, product, row_starts, tile_of
 
 
+@triton.jit
+def epilogue(
+    total, bias, residual, y, z, rows, residual_rows, columns, total_rows, total_columns,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """y = act(total + b) + residual of some columns; z = total + b if SAVE."""
+    mask = (rows < total_rows)[:, None] & (columns < total_columns)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=columns < total_columns, other=0.0).to(tl.float32)[None, :]
+    place = rows[:, None] * total_columns + columns[None, :]
+    if SAVE:
+        tl.store(z + place, total.to(z.dtype.element_ty), mask=mask)
+    value = activation(total, ACT)
+    if HAS_RESIDUAL:
+        place_of_residual = residual_rows[:, None] + columns[None, :]
+        value += tl.load(residual + place_of_residual, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["x_count", "residual_count", "total_rows"])
 def linear_forward(
     x, weight, bias, residual, y, z,
     x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count, weight_stride,
     total_rows, total_columns, depth,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
-    X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr, EVEN: tl.constexpr,
+    X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """y = act(x W^T + b) + residual; z = x W^T + b if SAVE."""
@@ -40,17 +59,20 @@ def linear_forward(
         total = product(operand(a, inside[None, :], not EVEN), operand(b, inside[:, None], not EVEN), total)
         a += K
         b += K
-    mask = row_inside[:, None] & column_inside[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    place = rows[:, None] * total_columns + columns[None, :]
-    if SAVE:
-        tl.store(z + place, total.to(z.dtype.element_ty), mask=mask)
-    value = activation(total, ACT)
+    residual_rows = rows
     if HAS_RESIDUAL:
-        starts = row_starts(rows, residual_stride, residual_outer, residual_count, RESIDUAL_INNER)
-        value += tl.load(residual + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+        residual_rows = row_starts(rows, residual_stride, residual_outer, residual_count, RESIDUAL_INNER)
+    if HALVES:  # a wide tile's epilogue in two parts, for which the registers suffice
+        left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))
+        columns = first_column + tl.arange(0, N // 2)
+        epilogue(left, bias, residual, y, z, rows, residual_rows, columns, total_rows, total_columns,
+                 ACT, HAS_BIAS, HAS_RESIDUAL, SAVE)  # fmt: skip
+        columns += N // 2
+        epilogue(right, bias, residual, y, z, rows, residual_rows, columns, total_rows, total_columns,
+                 ACT, HAS_BIAS, HAS_RESIDUAL, SAVE)  # fmt: skip
+    else:
+        epilogue(total, bias, residual, y, z, rows, residual_rows, columns, total_rows, total_columns,
+                 ACT, HAS_BIAS, HAS_RESIDUAL, SAVE)  # fmt: skip
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -77,6 +99,7 @@ def forward(call: Call, config: Config) -> Launch:
         "SAVE": call.has("z"),
         **inner,
         "EVEN": x.columns % config.k == 0,
+        "HALVES": config.m * config.n >= 128 * 32 * config.num_warps,
         "GROUP": config.group,
         "M": config.m,
         "N": config.n,
