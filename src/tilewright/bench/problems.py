@@ -69,7 +69,7 @@ class Problem:
         chosen = {**self.owner.usual, **self.options}
         found = {n: chosen.get(n, default) for n, default in self.op.usual.items()}
         if self.op.may_skip:
-            wanted = {result for name, result in gradient.gives.items() if name not in self.absent}
+            wanted = gradient.asked(self.absent)
             found["needs"] = tuple(name in wanted for name in self.op.out)
         return found
 
@@ -106,7 +106,8 @@ class Problem:
         gradient = self.owner.gradient
         assert gradient is not None
         given = set(gradient.grads.values())
-        given |= {name for name, source in gradient.takes.items() if source not in self.absent}
+        kept = gradient.kept(lambda name: name not in self.absent)
+        given |= {name for name, source in kept.items() if source not in self.absent}
         return tuple(n for n in self.op.tensors if n not in given)
 
     def __str__(self) -> str:

@@ -50,9 +50,11 @@ def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
     gradient = op.gradient
     assert gradient is not None
     given = {*gradient.grads.values(), *gradient.takes}
+    named = [name for source in gradient.gives for name in gradient.names(source)]
     faults = [
         *_unknown("gradient.grads and gradient.takes", given, backward.tensors),
-        *_unknown("gradient.gives", gradient.gives.values(), (*backward.out, *gradient.grads.values())),
+        *_unknown("gradient.gives", named, (*backward.out, *gradient.grads.values())),
+        *_unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional]),
         *(
             f"gradient: {backward.name} needs {name}, which neither grads nor takes gives"
             for name in backward.tensors
@@ -92,6 +94,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
         yield from _unknown("gradient.grads", op.gradient.grads, op.out)
         yield from _unknown("gradient.takes", op.gradient.takes.values(), (*op.tensors, *op.out, *op.saved))
         yield from _unknown("gradient.gives", op.gradient.gives, op.tensors)
+        yield from _unknown("gradient.only", op.gradient.only.values(), op.optional)
 
 
 def _unknown(where: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:

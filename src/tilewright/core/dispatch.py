@@ -58,7 +58,7 @@ def resolve(
         node.refuse_inputs(op, tensors)
     now = frozen or (policy.current(), torch.are_deterministic_algorithms_enabled())
     wanted = tuple(t is not None and t.requires_grad for t in tensors) if wants_grad else ()
-    backward = Backward(op, chosen_options, backend, now) if wants_grad else None
+    backward = Backward(op, chosen_options, backend, now, tensors) if wants_grad else None
     run, chosen = plan(op, tensors, chosen_options, backend, now, "call_us", backward, wanted)
     made = _without(op, run) if backward is None else _with_gradient(run, backward)
     if len(plans) >= TABLE_LIMIT:
@@ -246,7 +246,7 @@ def run_node(
     key = (op.name, backend, saving, now, evidence.epoch[0], tuple(chosen.items()), *memory)
     run = _node_plans.get(key)
     if run is None:
-        backward = Backward(op, chosen, backend, now) if saving else None
+        backward = Backward(op, chosen, backend, now, tensors) if saving else None
         run, selected = plan(op, tensors, chosen, backend, now, "kernel_us", backward)
         if len(_node_plans) >= TABLE_LIMIT:
             _node_plans.clear()
@@ -283,7 +283,7 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
     found = selection.weigh(call, policy.current(), backend=backend)
     if saving and found.chosen is not None:
         wanted = tuple(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-        refused = Backward(op, chosen, backend, (policy.current(), deterministic)).refusal(call, wanted)
+        refused = Backward(op, chosen, backend, (policy.current(), deterministic), tensors).refusal(call, wanted)
         if refused:
             found.chosen, found.why = None, "none: its gradient could not be had, which raises NoKernel"
             found.notes.append(refused)

@@ -6,8 +6,9 @@ The backward op itself is an op like any other (`op.py`); how autograd gets here
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -22,26 +23,33 @@ Frozen = tuple[Policy, bool]
 
 
 class Backward:
-    """What forward froze for its gradient: which tensors to keep, and how to call the backward op."""
+    """What forward froze for its gradient: which tensors to keep, and how to call the backward op.
 
-    def __init__(self, op: Op[Any], options: dict[str, Any], backend: str | None, frozen: Frozen) -> None:
+    `tensors` are those of the forward call, in order: their shapes and which are None.
+    """
+
+    def __init__(
+        self, op: Op[Any], options: dict[str, Any], backend: str | None, frozen: Frozen, tensors: Sequence[Any]
+    ) -> None:
         gradient = op.gradient
         assert gradient is not None
         self.op, self.gradient, self.backend, self.frozen = op, gradient, backend, frozen
         self.backward: Op[Any] = registry.op(gradient.op)
         self.outputs = len(op.out)
         names = [*op.tensors, *op.out, *op.saved]
-        self.keep = [names.index(name) for name in gradient.takes.values()]
+        inputs = dict(zip(op.tensors, tensors, strict=True))
+        self.takes = gradient.kept(lambda name: inputs[name] is not None)
+        self.keep = [names.index(name) for name in self.takes.values()]
         # The backward op's tensors as indices into (upstream gradients, kept tensors, None).
         upstream = {param: list(op.out).index(out) for out, param in gradient.grads.items()}
-        kept = {param: self.outputs + place for place, param in enumerate(gradient.takes)}
+        kept = {param: self.outputs + place for place, param in enumerate(self.takes)}
         self.places = [{**upstream, **kept}.get(n, -1) for n in self.backward.tensors]
         self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
-        results = list(self.backward.out)
-        given = [gradient.gives.get(n) for n in op.tensors]
-        self.sources = [results.index(name) if name in results else None for name in given]
-        self.passed = [upstream.get(name) if name not in results else None for name in given]
-        """Of each input, which upstream gradient is its own as it stands."""
+        # Each input's gradient as an index into (results of the backward op, upstream gradients).
+        self.made = len(self.backward.out)
+        order = [*self.backward.out, *(gradient.grads.get(out, "") for out in op.out)]
+        there = self._there(inputs, options)
+        self.sources = [next((order.index(n) for n in gradient.names(name) if n in there), None) for name in op.tensors]
         now, name = frozen[0], self.backward.name
         asked = backend or (now.backend(name) if now.strict(name) else None)
         self.pinned = None if asked == "reference" else asked
@@ -52,38 +60,47 @@ class Backward:
         """Which outputs of the backward op these inputs want."""
         found = self._needs.get(wanted)
         if found is None:
-            asked = {s for s, w in zip(self.sources, wanted, strict=True) if w and s is not None}
-            found = self._needs[wanted] = tuple(i in asked for i in range(len(self.backward.out)))
+            asked = {s for s, w in zip(self.sources, wanted, strict=True) if w and s is not None and s < self.made}
+            found = self._needs[wanted] = tuple(i in asked for i in range(self.made))
         return found
 
-    def _computes(self, wanted: tuple[bool, ...]) -> bool:
-        """Whether any of the gradients that are wanted is the backward op's doing."""
-        return any(want and source is not None for source, want in zip(self.sources, wanted, strict=True))
+    def _there(self, inputs: Mapping[str, Any], options: dict[str, Any]) -> set[str]:
+        """What can be an input's gradient in such a call: the outputs that the backward op then has, and upstream."""
+        upstream = set(self.gradient.grads.values())
+        if all(isinstance(names, str) for names in self.gradient.gives.values()):
+            return {*self.backward.out, *upstream}
+        made = {
+            name: None if spec is None else SimpleNamespace(shape=spec[0], dtype=spec[1])
+            for name, spec in self.op.out_specs(inputs, options, True).items()
+        }
+        known = {**inputs, **made}
+        given = {param: known[source] for param, source in self.takes.items()}
+        given |= {param: known[out] for out, param in self.gradient.grads.items()}
+        every = {**self.options, **({"needs": (True,) * self.made} if self.backward.may_skip else {})}
+        specs = self.backward.out_specs({n: given.get(n) for n in self.backward.tensors}, every, False)
+        return {*(name for name, spec in specs.items() if spec is not None), *upstream}
 
     def __call__(self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], by_node: bool) -> list[Any]:
         """Gradients of the op's tensors, None where not wanted."""
         if all(g is None for g in grads):
             return [None] * len(self.sources)
-        found = [
-            grads[place] if want and place is not None else None
-            for place, want in zip(self.passed, wanted, strict=True)
-        ]
-        if not self._computes(wanted):
-            return found
         every = (*grads, *kept, None)
         tensors = [every[i] for i in self.places]
         options = dict(self.options)
+        found: Any
         if self.backward.may_skip:
             options["needs"] = self.needs(wanted)
-        if by_node:
+        if not any(self.needs(wanted)):
+            found = (None,) * self.made  # upstream gradients are all that is wanted
+        elif by_node:
             with policy.restored(self.frozen[0]):
-                made = node.call(self.backward, tensors, options, self.backend)
+                found = node.call(self.backward, tensors, options, self.backend)
         else:
-            made = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = (made,) if isinstance(made, Tensor) else made
+            found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
+        results = (*((found,) if isinstance(found, Tensor) else found), *grads)
         return [
-            results[source] if want and source is not None else as_it_stands
-            for source, want, as_it_stands in zip(self.sources, wanted, found, strict=True)
+            results[source] if want and source is not None else None
+            for source, want in zip(self.sources, wanted, strict=True)
         ]
 
     def refusal(self, call: Call, wanted: tuple[bool, ...] = ()) -> str:
@@ -106,18 +123,20 @@ class Backward:
 
         An output may go unused, so each alone may come too; and where it is not known what is wanted, each result.
         """
-        takes, backward = self.gradient.takes, self.backward
+        takes, backward = self.takes, self.backward
         kept = {param: _named(param, call.tensors.get(source)) for param, source in takes.items()}
         upstream = {param: _named(param, call.tensors.get(out)) for out, param in self.gradient.grads.items()}
         alone = [param for param in upstream if backward.optional.issuperset(upstream.keys() - {param})]
         given = [upstream, *({param: upstream[param]} for param in alone if len(upstream) > 1)]
         present = tuple(call.tensors[n] is not None for n in self.op.tensors)
         ways = [wanted] if wanted else [present, *_each_alone(present)]
-        ways = [way for way in ways if self._computes(way)]
         for grads, want in itertools.product(given, ways):
             options = dict(self.options)
+            needs = self.needs(want)
+            if not any(needs):
+                continue  # nothing to compute
             if backward.may_skip:
-                options["needs"] = self.needs(want)
+                options["needs"] = needs
             tensors = {n: {**kept, **grads}.get(n) for n in backward.tensors}
             yield backward.call(tensors, options, call.device, deterministic=call.deterministic)
 

@@ -123,7 +123,7 @@ class _NodeApply(torch.autograd.Function):
         found = unpack(op, found, tensors, options, True)
         results = (found,) if isinstance(found, torch.Tensor) else found  # one output, and nothing saved
         frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
-        ctx.plan = Backward(op, options, backend, frozen)
+        ctx.plan = Backward(op, options, backend, frozen, tensors)
         every = (*tensors, *results)
         ctx.save_for_backward(*[every[i] for i in ctx.plan.keep])
         ctx.set_materialize_grads(False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -58,15 +58,33 @@ class Gradient:
     """How an op's gradient is had from its backward op, by name.
 
     `grads` maps outputs to the backward op's parameters for their upstream gradients; `takes` maps its other
-    parameters to inputs, outputs or saved statistics; `gives` maps inputs to its outputs, or to the parameter whose
-    upstream gradient is theirs as it stands. An input that it leaves out has no gradient: one that asks for it is
-    refused. Options of the same name carry over; `needs` says which outputs are wanted.
+    parameters to inputs, outputs or saved statistics; `gives` maps inputs to its outputs. An input that it leaves out
+    has no gradient: one that asks for it is refused. Options of the same name carry over; `needs` says which outputs
+    are wanted.
+
+    `gives` may name a parameter of `grads`: the upstream gradient itself is the input's, and nothing is computed. Of
+    several names the first that such a call has counts. `only` names, for a parameter of `takes`, the input without
+    which it is not kept.
     """
 
     op: str
     grads: Mapping[str, str]
     takes: Mapping[str, str]
-    gives: Mapping[str, str]
+    gives: Mapping[str, str | tuple[str, ...]]
+    only: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self, input: str) -> tuple[str, ...]:
+        """What may be the gradient of `input`, in order."""
+        found = self.gives.get(input, ())
+        return (found,) if isinstance(found, str) else found
+
+    def kept(self, given: Callable[[str], bool]) -> dict[str, str]:
+        """`takes` of a call that has the inputs that are `given`."""
+        return {p: source for p, source in self.takes.items() if p not in self.only or given(self.only[p])}
+
+    def asked(self, absent: Collection[str]) -> set[str]:
+        """Outputs of the backward op that are wanted where every input that is there wants its gradient."""
+        return {name for n in self.gives if n not in absent for name in self.names(n)}
 
 
 @dataclass(eq=False)

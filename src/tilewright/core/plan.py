@@ -31,7 +31,8 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
     `poison`: fill outputs and scratch with NaN first, so that what is not written shows (checks ask for it).
     """
     op = registry.op(call.op)
-    if kernel.backend == "reference" or any(f is not None and f.numel == 0 for f in call.tensors.values()):
+    empty = not call.outputs or any(f is not None and f.numel == 0 for f in call.tensors.values())
+    if kernel.backend == "reference" or empty:
         return _without_autocast(_definition(op, call))
     backend = registry.backend(kernel.backend)
     if not backend.launches:

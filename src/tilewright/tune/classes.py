@@ -88,10 +88,11 @@ def _as_gradient(op: Op[Any], forward: Op[Any]) -> tuple[dict[str, Any], tuple[s
     gradient = forward.gradient
     assert gradient is not None
     missing = set(forward.probes.absent[0])
-    given = {*gradient.grads.values(), *(param for param, source in gradient.takes.items() if source not in missing)}
+    kept = gradient.kept(lambda name: name not in missing)
+    given = {*gradient.grads.values(), *(param for param, source in kept.items() if source not in missing)}
     options = {name: forward.usual.get(name, default) for name, default in op.usual.items()}
     if op.may_skip:
-        wanted = {out for source, out in gradient.gives.items() if source not in missing}
+        wanted = gradient.asked(missing)
         options["needs"] = tuple(out in wanted for out in op.out)
     return options, tuple(n for n in op.tensors if n not in given)
 

@@ -182,7 +182,7 @@ def _prepare(
     inputs = build(case, op, where)
     options = {**op.usual, **case.options}
     call = call_of(op, inputs, options, saving=op.gradient is not None)
-    if any(f is not None and f.numel == 0 for f in call.tensors.values()):
+    if not call.outputs or any(f is not None and f.numel == 0 for f in call.tensors.values()):
         return "nothing to compute: the reference serves empty calls"
     reasons = kernel.capability.reasons(call, emulated=emulated)
     if reasons and call.saving:  # a kernel without a gradient is still checked without one

@@ -1,11 +1,12 @@
-"""The activation family: swiglu and geglu, their packed forms, silu, gelu and their gradients.
+"""The activation family: swiglu and geglu, their packed forms, silu, gelu, scale_bias_add and their gradients.
 
-The ops are in `gated` (a gate and a value), `packed` (both in one tensor) and `unary` (one input), the functions that
-they share in `functions`. Their kernels are declared in `kernels.py` and written in one file a backend; the workloads
-are in `workloads.py`.
+The ops are in `gated` (a gate and a value), `packed` (both in one tensor), `unary` (one input) and `affine` (parameters
+by column), the functions that they share in `functions`. Their kernels are declared in `kernels.py` and written in one
+file a backend, what has parameters by column in a second one; the workloads are in `workloads.py`.
 """
 
 from tilewright.core import registry
+from tilewright.ops.activation.affine import scale_bias_add, scale_bias_add_backward
 from tilewright.ops.activation.gated import geglu, geglu_backward, swiglu, swiglu_backward
 from tilewright.ops.activation.kernels import KERNELS
 from tilewright.ops.activation.packed import (
@@ -25,6 +26,8 @@ __all__ = [
     "geglu_packed_backward",
     "gelu",
     "gelu_backward",
+    "scale_bias_add",
+    "scale_bias_add_backward",
     "silu",
     "silu_backward",
     "swiglu",

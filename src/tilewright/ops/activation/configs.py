@@ -12,7 +12,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 
-ROW_TENSORS = ("dy", "gate", "up", "x")
+ROW_TENSORS = ("dy", "gate", "up", "x", "residual")
 
 
 def inputs_of(call: Call) -> dict[str, TensorFacts]:
@@ -22,6 +22,8 @@ def inputs_of(call: Call) -> dict[str, TensorFacts]:
 
 def kind_of(call: Call) -> str:
     """The activation, as `functions` names it."""
+    if "act" in call.options:
+        return str(call.act)
     if "approximate" not in call.options:
         return "silu"
     return "gelu_tanh" if call.approximate == "tanh" else "gelu"
@@ -47,9 +49,13 @@ def is_flat(call: Call) -> bool:
 
 def triton_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `block` columns and `rows` rows a program; `num_warps`."""
-    shape = rows_and_columns(call)
+    return tiles(rows_and_columns(call), is_flat(call))
+
+
+def tiles(shape: TensorFacts, flat: bool) -> tuple[Config, ...]:
+    """The same for rows of this shape. `flat`: all elements as one row."""
     vector = 16 // shape.dtype.itemsize
-    if is_flat(call):
+    if flat:
         # one, two and four accesses a thread for each tensor
         return tuple(
             Config(rows=1, block=32 * warps * vector * depth, num_warps=warps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.activation import configs
+from tilewright.ops.activation import affine_configs, configs
 
 _HERE = "tilewright.ops.activation"
 READ = ("gate", "up", "x")
@@ -21,6 +21,22 @@ TRITON_KERNELS = [
         configs.triton_configs,
     )
     for op, function in PASSES
+]
+
+# Parameters by column are read as dense too.
+AFFINE_READ = (*READ, "residual", "scale", "bias")
+AFFINE = [("scale_bias_add", "forward"), ("scale_bias_add_backward", "backward")]
+AFFINE_LIMITS = (unit_stride(*AFFINE_READ), row_levels("x", "residual", "bias", "dy"))
+
+TRITON_KERNELS += [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_affine:{function}",
+        Capability((cuda(80), hip("gfx942")), limits=AFFINE_LIMITS),
+        affine_configs.triton_configs,
+    )
+    for op, function in AFFINE
 ]
 
 # On a CPU aten's GELU is an approximation 3.5 ulp off in float32, and makes NaN of infinity in bfloat16.
@@ -44,6 +60,18 @@ TILELANG_KERNELS = [
         files=("tilelang_programs.py",),
     )
     for op, function in PASSES
+]
+
+TILELANG_KERNELS += [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang_affine:{function}",
+        Capability((cuda(80),), limits=(*AFFINE_LIMITS, configs.few_enough)),
+        affine_configs.tilelang_configs,
+        files=("tilelang_affine_programs.py", "tilelang_programs.py"),
+    )
+    for op, function in AFFINE
 ]
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

@@ -50,6 +50,12 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
+def _scale_bias_add(x: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    y = x if scale is None else x * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
+
+
 def _arguments(t: Tensors, o: Options) -> list[Any]:
     """As the functions above take them: an op's tensors, then its options, each in its order."""
     return [*t.values(), *o.values()]
@@ -127,4 +133,5 @@ PEERS: dict[str, dict[str, Maker]] = {
     },
     "silu": {"torch": _eager(_silu), "torch.compile": _compile(_silu)},
     "gelu": {"torch": _eager(_gelu), "torch.compile": _compile(_gelu)},
+    "scale_bias_add": {"torch": _eager(_scale_bias_add), "torch.compile": _compile(_scale_bias_add)},
 }

@@ -57,26 +57,26 @@ def _launch(
     programs = rows * -(-columns // (config.threads * config.depth * vec))
     # of pairs an access to x reads both parts
     steps = {name: 2 * vec if pack == "pairs" and name != "dy" else vec for name in inputs}
-    layouts = {f"{name}_layout": _layout(facts, steps[name], flat) for name, facts in inputs.items()}
+    layouts = {f"{name}_layout": layout_of(facts, steps[name], flat) for name, facts in inputs.items()}
     constants |= {"dtype": NAMES[shape.dtype], "kind": kind_of(call), "flat": flat, "vec": vec, **config, **layouts}
     constants |= {"pack": pack, "gate_second": call.options.get("gate") == "second"}
     args: dict[str, Argument] = {**inputs, **outputs}
     for name, facts in inputs.items():
-        args |= _strides(name, facts, layouts[f"{name}_layout"], steps[name])
+        args |= strides_of(name, facts, layouts[f"{name}_layout"], steps[name])
     args |= {"row_vectors": columns // vec, "programs": programs}
     return Launch(program, (programs, 1, 1), args, constants)
 
 
-def _layout(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:
+def layout_of(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:
     """How `tilelang_programs` reads a tensor: row levels, and whether rows start at multiples of the vector."""
     if facts is None:
         return None
-    step = vec * facts.dtype.itemsize
+    step = min(16, vec * facts.dtype.itemsize)
     vectors = facts.column_stride == 1 and facts.vector_bytes() % step == 0
     return f"{1 if flat else len(facts.row_levels)}{'v' if vectors else 's'}"
 
 
-def _strides(name: str, facts: TensorFacts | None, layout: str | None, vec: int) -> dict[str, Argument]:
+def strides_of(name: str, facts: TensorFacts | None, layout: str | None, vec: int) -> dict[str, Argument]:
     if facts is None or layout is None:
         return {}
     unit = vec if layout.endswith("v") else 1

@@ -47,6 +47,9 @@ def activation(kind: str, g: Any) -> Any:
     """act(g). A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
     if kind == "silu":
         return g * logistic(g)
+    if kind in ("relu", "relu2"):
+        r = T.if_then_else(g < constant(0.0), constant(0.0), g)  # NaN is not below zero, and stays
+        return r if kind == "relu" else r * r
     return g * logistic(inner(g)) if kind == "gelu_tanh" else g * normal_cdf(g)
 
 

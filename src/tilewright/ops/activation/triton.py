@@ -2,7 +2,8 @@
 
 What tells the ops apart is fixed at compile time. A program takes a tile of [ROWS, BLOCK] elements; where every tensor
 is dense (FLAT) the rows do not matter and it takes BLOCK elements of the whole. The functions are in
-`triton_functions`, the sizes of tiles in `configs`; what the ops mean is said by their definitions.
+`triton_functions`, the sizes of tiles in `configs`; what the ops mean is said by their definitions. What has parameters
+by column is in `triton_affine`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.configs import inputs_of, is_flat, kind_of, packing, rows_and_columns
-from tilewright.ops.activation.triton_functions import activation, slope
+from tilewright.ops.activation.triton_functions import activation
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def act_backward(
             store(dup, rows, up_at, width, mask, d * activation(g, ACT))
 
 
-def _places(two_levels: bool, **tensors: TensorFacts | None) -> dict[str, Argument]:
+def places(two_levels: bool, **tensors: TensorFacts | None) -> dict[str, Argument]:
     """Where the rows of each tensor lie: see `load`."""
     found: dict[str, Argument] = {}
     for name, facts in tensors.items():
@@ -178,7 +179,7 @@ def forward(call: Call, config: Config) -> Launch:
         "gate": gate,
         "up": up,
         "y": call.y,
-        **_places(constants["INNER"], gate=gate, up=up),
+        **places(constants["INNER"], gate=gate, up=up),
         "total_rows": gate.rows,
         "total_columns": call.y.columns,
     }
@@ -198,7 +199,7 @@ def backward(call: Call, config: Config) -> Launch:
         "up": up,
         "dgate": dgate,
         "dup": dup,
-        **_places(constants["INNER"], dy=call.dy, gate=gate, up=up),
+        **places(constants["INNER"], dy=call.dy, gate=gate, up=up),
         "dy_step": None if unit else call.dy.column_stride,
         "total_rows": gate.rows,
         "total_columns": call.dy.columns,

@@ -10,3 +10,11 @@ FEED_FORWARD = (
     Workload("recommender, 2048 sequences of 64", 131072, 256),
     Workload("decode, one token", 1, 14336),
 )
+
+RESIDUAL = (
+    Workload("llama-3-8b training, 8192 tokens", 8192, 4096),
+    Workload("pi0.5 encoder", 968, 2048),
+    Workload("pi0.5 vision tower", 768, 1152),
+    Workload("recommender, 2048 sequences of 64", 131072, 256),
+    Workload("decode, one token", 1, 4096),
+)
