@@ -32,6 +32,7 @@ from tilewright.tune import classes, pool, tune, wire
 from tilewright.tune.decide import Place, choice, estimates, settled
 from tilewright.tune.pool import Limits, Pool, Worker, WorkerFailed
 from tilewright.tune.rounds import Effort, run
+from tilewright.verify.cases import make_inputs
 from toy_kernels import OP, TUNED_ROWS, toy
 
 QUICK = Effort(least=2, most=4, seconds=2.0)
@@ -221,8 +222,11 @@ def test_classes_are_those_that_calls_meet() -> None:
         if op.gradient is None:
             continue
         names = [n for n in op.tensors if n not in op.probes.absent[0]]
-        small = classes.call_of(op, (4, 32), torch.float32, device_of("cpu"), absent=op.probes.absent[0])
-        tensors = {n: torch.randn(small[n].shape, requires_grad=True) for n in names}
+        made = make_inputs(op, (4, 32), torch.float32, absent=op.probes.absent[0])
+        tensors = {n: made[n] for n in names}
+        for n in op.gradient.gives:
+            if n in tensors:
+                tensors[n].requires_grad_()
         seen: list[Call] = []
 
         def noting(call: Call, *args: Any, seen: list[Call] = seen, **more: Any) -> Any:

@@ -16,7 +16,7 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.configs import inputs_of, is_flat, kind_of, packing, rows_and_columns
-from tilewright.ops.activation.triton_functions import activation
+from tilewright.ops.activation.triton_functions import activation, slope
 
 
 @triton.jit

@@ -5,8 +5,12 @@ A loss reads its inputs once. What is reduced is summed by few long-lived progra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
+from tilewright.ops.tilelang_places import vector
 
 INPUTS = ("dy", "logits", "targets", "weight", "pos_weight")
 
@@ -19,12 +23,17 @@ def inputs_of(call: Call) -> dict[str, TensorFacts]:
 
 def is_flat(call: Call) -> bool:
     """Whether everything lies in memory as one dense run, so that rows do not matter."""
-    return all(facts.contiguous and facts.numel == call.logits.numel for facts in inputs_of(call).values())
+    return all(facts.contiguous and facts.shape == call.logits.shape for facts in inputs_of(call).values())
 
 
 def reduces(call: Call) -> bool:
     """Whether the call is a forward that sums its elements."""
     return call.has("loss") and call.reduction != "none"
+
+
+def divisor(call: Call) -> float:
+    """What the sum, or its upstream gradient, is divided by."""
+    return float(call.logits.numel) if call.reduction == "mean" else 1.0
 
 
 def triton_configs(call: Call) -> tuple[Config, ...]:
@@ -41,3 +50,35 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
         more = {"per_sm": per_sm} if reduces(call) else {}
         found.append(Config(rows=rows, block=block, num_warps=warps, **more))
     return tuple(dict.fromkeys(found))
+
+
+MOST_TILES = 1 << 30
+"""Of a TileLang call that sums nothing: its grid is int32."""
+
+
+def tilelang_vector(call: Call) -> int:
+    return vector(call.logits.columns, call.logits.dtype.itemsize)
+
+
+def tilelang_tiles(call: Call, chunk: int) -> int:
+    """Blocks of `chunk` vectors that the call has."""
+    logits: TensorFacts = call.logits
+    rows, columns = (1, logits.numel) if is_flat(call) else (logits.rows, logits.columns)
+    return rows * -(-columns // (chunk * tilelang_vector(call)))
+
+
+def few_enough(call: Call) -> Iterable[Reason]:
+    """A TileLang program counts its blocks in int32."""
+    tiles = tilelang_tiles(call, 128)
+    if tiles > MOST_TILES:
+        yield Reason("logits", f"{call.logits.numel} elements are {tiles} tiles; takes {MOST_TILES}", "split the batch")
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """Keys: `threads` a block; `depth` accesses of a thread to each tensor; `per_sm` blocks where summed."""
+    more = {"per_sm": 8} if reduces(call) else {}
+    vectors = call.logits.columns // tilelang_vector(call)
+    wanted: tuple[tuple[int, int], ...] = ((128, 2), (256, 2), (256, 1), (128, 4))
+    if not is_flat(call) and vectors <= 64:
+        wanted = ((max(32, 1 << max(vectors - 1, 0).bit_length()), 1), (128, 1))
+    return tuple(Config(threads=threads, depth=depth, **more) for threads, depth in wanted)

@@ -35,4 +35,16 @@ VENDOR_KERNELS = [
     )
 ]
 
-KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py", "../tilelang_rows.py"),
+    )
+    for op, function in PASSES
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

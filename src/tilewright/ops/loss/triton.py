@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.loss.configs import inputs_of, is_flat, reduces
+from tilewright.ops.loss.configs import divisor, inputs_of, is_flat, reduces
 from tilewright.ops.triton_rows import load, places, store, tile_at
 
 
@@ -118,14 +118,10 @@ def _shared(call: Call, config: Config) -> tuple[int, dict[str, Argument], dict[
         "HAS_WEIGHT": call.has("weight"),
         "HAS_POS_WEIGHT": call.has("pos_weight"),
         "FLAT": flat,
-        "ROWS": config.rows,
+        "ROWS": 1 if flat else config.rows,  # a config may come from a call with more rows
         "BLOCK": config.block,
     }
     return triton.cdiv(rows, config.rows) * triton.cdiv(columns, config.block), args, constants
-
-
-def _divisor(call: Call) -> float:
-    return float(call.logits.numel) if call.reduction == "mean" else 1.0
 
 
 def forward(call: Call, config: Config) -> tuple[Launch, ...]:
@@ -141,7 +137,7 @@ def forward(call: Call, config: Config) -> tuple[Launch, ...]:
     args |= {"loss": None, "partials": partials}
     first = Launch(bce_forward, (groups, 1, 1), args, {**constants, "REDUCE": True, "PDL": pdl}, options)
     block = min(1024, max(32, triton.next_power_of_2(groups)))
-    rest: dict[str, Argument] = {"partials": partials, "loss": call.loss, "groups": groups, "divisor": _divisor(call)}
+    rest: dict[str, Argument] = {"partials": partials, "loss": call.loss, "groups": groups, "divisor": divisor(call)}
     return first, Launch(
         bce_total, (1, 1, 1), rest, {"BLOCK": block, "PDL": pdl}, {"num_warps": max(1, min(4, block // 256))}, pdl=pdl
     )
@@ -152,5 +148,5 @@ def backward(call: Call, config: Config) -> Launch:
     tiles, args, constants = _shared(call, config)
     scalar = "dy" not in inputs_of(call)
     dy = {"dy": None if scalar else call.dy}
-    args |= {"dy": call.dy, **places(constants["FLAT"], **dy), "dlogits": call.dlogits, "divisor": _divisor(call)}
+    args |= {"dy": call.dy, **places(constants["FLAT"], **dy), "dlogits": call.dlogits, "divisor": divisor(call)}
     return Launch(bce_backward, (tiles, 1, 1), args, {**constants, "SCALAR": scalar}, {"num_warps": config.num_warps})

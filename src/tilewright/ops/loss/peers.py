@@ -1,0 +1,50 @@
+"""What users of losses would call instead: torch's own function, composed and compiled. Liger has none of these.
+
+Each maker takes tensors by name and options, and returns a function that computes the op's outputs. Used by benchmarks
+only; nothing here is a kernel of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors = Mapping[str, Any]
+Options = Mapping[str, Any]
+Run = Callable[[], Any]
+Maker = Callable[[Tensors, Options], Run]
+
+
+def _bce(logits: Tensor, targets: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, weight, reduction=reduction, pos_weight=pos_weight)
+
+
+def _arguments(t: Tensors, o: Options) -> list[Any]:
+    return [t["logits"], t["targets"], t["weight"], t["pos_weight"], o["reduction"]]
+
+
+def _eager(t: Tensors, o: Options) -> Run:
+    return functools.partial(_bce, *_arguments(t, o))
+
+
+def _compile(t: Tensors, o: Options) -> Run:
+    """torch.compile of the same, specialised to the shape: at its best."""
+    import torch._functorch.config as functorch
+
+    arguments = _arguments(t, o)
+    compiled = torch.compile(_bce, dynamic=False, fullgraph=True)
+
+    def run() -> Any:
+        # a graph that is kept for many backwards may not donate its buffers
+        with functorch.patch(donated_buffer=False):
+            return compiled(*arguments)
+
+    return run if t["logits"].requires_grad else functools.partial(compiled, *arguments)
+
+
+PEERS: dict[str, dict[str, Maker]] = {"bce_with_logits": {"torch": _eager, "torch.compile": _compile}}
