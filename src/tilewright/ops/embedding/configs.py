@@ -6,6 +6,8 @@ here was measured yet.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tilewright.core.call import Call, TensorFacts
@@ -24,11 +26,16 @@ def position_dtype(count: int) -> torch.dtype:
     return torch.int32 if count < 2**31 else torch.int64
 
 
-def _tile(columns: int, itemsize: int, warps: int, accesses: int, most: int) -> tuple[int, int]:
-    """Rows and columns of a tile of which each thread holds `accesses` times 16 bytes."""
+def _tile(columns: int, elements: int, most: int) -> tuple[int, int]:
+    """Rows, `most` at most, and columns of a tile of about so many elements."""
     block = min(power_of_2_at_least(columns), WIDEST)
-    rows = max(1, 32 * warps * accesses * 16 // itemsize // block)
-    return min(rows, most, power_of_2_at_least(max(1, 65536 // block))), block
+    return min(max(1, elements // block), most), block
+
+
+def _vector(facts: TensorFacts) -> int:
+    """Elements of the widest access that the rows of a tensor allow."""
+    width = facts.vector_bytes() // facts.dtype.itemsize
+    return math.gcd(width, facts.columns) if width else 1
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
@@ -36,8 +43,11 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
     found = []
-    for warps, accesses, ahead in ((4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 16)):
-        rows, block = _tile(weight.columns, weight.dtype.itemsize, warps, accesses, bags)
+    wanted = [(4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 16)]
+    if bags <= 8 * call.device.multiprocessors:  # the time of one bag counts
+        wanted = wanted[::-1]
+    for warps, accesses, ahead in wanted:
+        rows, block = _tile(weight.columns, 32 * warps * accesses * _vector(weight), bags)
         found.append(Config(bags=rows, block=block, ahead=ahead, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
@@ -46,8 +56,9 @@ def sorted_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `rows` and `block` columns a program; `chunk` occurrences that one program adds up; `num_warps`."""
     weight: TensorFacts = call.weight
     found = []
-    for warps, chunk in ((1, 64), (2, 64), (4, 64), (1, 128), (1, 32), (2, 256)):
-        rows, block = _tile(weight.columns, weight.dtype.itemsize, warps, 1, power_of_2_at_least(weight.rows))
+    for warps, accesses, chunk in ((4, 2, 64), (4, 1, 64), (4, 4, 64), (2, 2, 64), (1, 2, 32), (4, 2, 256)):
+        elements = 32 * warps * accesses * _vector(call.dout)
+        rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
         found.append(Config(rows=rows, block=block, chunk=chunk, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
@@ -57,7 +68,7 @@ def atomic_configs(call: Call) -> tuple[Config, ...]:
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
     found = []
-    for warps, accesses in ((4, 1), (8, 1), (4, 2)):
-        rows, block = _tile(weight.columns, 8, warps, accesses, bags)
+    for warps, accesses in ((4, 2), (8, 2), (4, 4)):
+        rows, block = _tile(weight.columns, 32 * warps * accesses, bags)
         found.append(Config(bags=rows, block=block, num_warps=warps))
     return tuple(dict.fromkeys(found))

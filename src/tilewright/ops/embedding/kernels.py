@@ -17,4 +17,19 @@ KERNELS = [
         Capability(_GPUS, limits=(unit_stride("weight"), row_levels("indices"))),
         configs.forward_configs,
     ),
+    Kernel(
+        "embedding_bag_mean_backward",
+        "triton",
+        f"{_HERE}.triton_backward:by_sorting",
+        Capability(_GPUS, limits=(row_levels("indices", "dout"),)),
+        configs.sorted_configs,
+    ),
+    Kernel(
+        "embedding_bag_mean_backward",
+        "triton",
+        f"{_HERE}.triton_backward:by_atomics",
+        Capability(_GPUS, limits=(row_levels("indices", "dout"),), deterministic=False),
+        configs.atomic_configs,
+        label="atomic",
+    ),
 ]

@@ -44,34 +44,32 @@ def bag_mean(
     """out = the mean over each bag; count = how many of its ids count, if SAVE. NAN: a bad id makes its bag NaN."""
     blocks = tl.cdiv(total_columns, BLOCK)
     program = tl.program_id(0).to(tl.int64)
-    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)[:, None]
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    has_bag, has_column = bags < total_bags, columns < total_columns
+    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
+    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
     first = indices + row_start(bags, indices_stride, outer, inner, LEVELS)
     total = tl.zeros([BAGS, BLOCK], tl.float32)
-    counted = tl.zeros([BAGS, 1], tl.int32)
-    spoilt = tl.zeros([BAGS, 1], tl.int32)
+    counted = tl.zeros([BAGS], tl.int32)
+    spoilt = tl.zeros([BAGS], tl.int32)
     for start in tl.range(0, ids, AHEAD):
         for ahead in tl.static_range(AHEAD):  # independent loads: the compiler issues them before the first sum
             place = start + ahead
             inside = has_bag & (place < ids)
+            # ids are one-dimensional up to here: in two dimensions every thread would load one for each of its columns
             one = tl.load(first + (place if UNIT else place * step), mask=inside, other=0).to(tl.int64)
             counts, bad = standing_of(one, inside, table_rows, padding, HAS_PADDING)
-            mask = counts if EVEN else counts & has_column
-            row = tl.load(weight + one * weight_stride + columns, mask=mask, other=0.0)
+            mask = counts[:, None] if EVEN else counts[:, None] & has_column
+            row = tl.load(weight + (one * weight_stride)[:, None] + columns[None, :], mask=mask, other=0.0)
             total += row.to(tl.float32)
             counted += counts.to(tl.int32)
             if NAN:
                 spoilt |= bad.to(tl.int32)
     many = counted.to(tl.float32)
-    mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0))
+    mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0)[:, None])
     if NAN:
-        mean = tl.where(spoilt != 0, float("nan"), mean)
-    tl.store(
-        out + bags * total_columns + columns,
-        mean.to(out.dtype.element_ty),
-        mask=has_bag if EVEN else has_bag & has_column,
-    )
+        mean = tl.where(spoilt[:, None] != 0, float("nan"), mean)
+    mask = has_bag[:, None] if EVEN else has_bag[:, None] & has_column
+    tl.store(out + (bags * total_columns)[:, None] + columns[None, :], mean.to(out.dtype.element_ty), mask=mask)
     if SAVE:
         tl.store(count + bags, many, mask=has_bag & ((program % blocks) == 0))
 
