@@ -18,7 +18,7 @@ from tilewright.core.probes import Probes
 from tilewright.ops.embedding import workloads
 
 
-def _masks(indices: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+def masks(indices: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor, Tensor]:
     """Which ids count, and which are bad: neither a row of the table nor padding."""
     ids = indices.long()
     inside = (ids >= 0) & (ids < rows)
@@ -28,7 +28,7 @@ def _masks(indices: Tensor, rows: int, padding_idx: int | None) -> tuple[Tensor,
 
 def _mean(weight: Tensor, indices: Tensor, padding_idx: int | None, out_of_range: str) -> Tensor:
     """The means, not rounded."""
-    counted, bad = _masks(indices, weight.shape[0], padding_idx)
+    counted, bad = masks(indices, weight.shape[0], padding_idx)
     rows = upcast(weight[torch.where(counted, indices.long(), 0)])
     total = torch.where(counted.unsqueeze(-1), rows, 0.0).sum(-2)
     mean = total / counted.sum(-1, keepdim=True).clamp(min=1)
@@ -37,14 +37,14 @@ def _mean(weight: Tensor, indices: Tensor, padding_idx: int | None, out_of_range
 
 def _add_at(indices: Tensor, terms: Tensor, rows: int, padding_idx: int | None) -> Tensor:
     """Bag by bag, `terms` [..., D] added to the row of each id that counts."""
-    counted, _ = _masks(indices, rows, padding_idx)
+    counted, _ = masks(indices, rows, padding_idx)
     each = torch.where(counted.unsqueeze(-1), terms.unsqueeze(-2), 0.0)
     places = torch.where(counted, indices.long(), 0).flatten()
     return terms.new_zeros(rows, terms.shape[-1]).index_add(0, places, each.reshape(-1, terms.shape[-1]))
 
 
 def _count(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-    return _masks(indices, weight.shape[0], padding_idx)[0].sum(-1).float()
+    return masks(indices, weight.shape[0], padding_idx)[0].sum(-1).float()
 
 
 def _check(call: Call) -> None:
@@ -79,7 +79,7 @@ def _check_values(tensors: Mapping[str, Tensor | None], options: Mapping[str, An
         return
     weight, indices = tensors["weight"], tensors["indices"]
     assert weight is not None and indices is not None
-    bad = _masks(indices, weight.shape[0], options["padding_idx"])[1]
+    bad = masks(indices, weight.shape[0], options["padding_idx"])[1]
     if bad.any():
         place = tuple(bad.nonzero()[0].tolist())
         raise OutOfRange(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.embedding import configs
+from tilewright.ops.embedding import configs, vendor
 
 _HERE = "tilewright.ops.embedding"
 _GPUS = (cuda(80), hip("gfx942"))
 
-KERNELS = [
+TRITON_KERNELS = [
     Kernel(
         "embedding_bag_mean",
         "triton",
@@ -33,3 +33,13 @@ KERNELS = [
         label="atomic",
     ),
 ]
+
+VENDOR_KERNELS = [
+    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=limits), label="aten")
+    for op, limits in (
+        ("embedding_bag_mean", (vendor.one_rounding, vendor.a_row_to_leave_out)),
+        ("embedding_bag_mean_backward", (vendor.one_rounding,)),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
