@@ -7,11 +7,13 @@ here was measured yet.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
 
 WIDEST = 1024
 """Columns of one program; wider rows are cut."""
@@ -32,10 +34,11 @@ def _tile(columns: int, elements: int, most: int) -> tuple[int, int]:
     return min(max(1, elements // block), most), block
 
 
-def _vector(facts: TensorFacts) -> int:
+def vector(facts: TensorFacts) -> int:
     """Elements of the widest access that the rows of a tensor allow."""
-    width = facts.vector_bytes() // facts.dtype.itemsize
-    return math.gcd(width, facts.columns) if width else 1
+    if facts.column_stride != 1:
+        return 1
+    return math.gcd(max(1, facts.vector_bytes() // facts.dtype.itemsize), facts.columns)
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
@@ -47,7 +50,7 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     if bags <= 8 * call.device.multiprocessors:  # the time of one bag counts
         wanted = wanted[::-1]
     for warps, accesses, ahead in wanted:
-        rows, block = _tile(weight.columns, 32 * warps * accesses * _vector(weight), bags)
+        rows, block = _tile(weight.columns, 32 * warps * accesses * vector(weight), bags)
         found.append(Config(bags=rows, block=block, ahead=ahead, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
@@ -57,7 +60,7 @@ def sorted_configs(call: Call) -> tuple[Config, ...]:
     weight: TensorFacts = call.weight
     found = []
     for warps, accesses, chunk in ((4, 2, 64), (4, 1, 64), (4, 4, 64), (2, 2, 64), (1, 2, 32), (4, 2, 256)):
-        elements = 32 * warps * accesses * _vector(call.dout)
+        elements = 32 * warps * accesses * vector(call.dout)
         rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
         found.append(Config(rows=rows, block=block, chunk=chunk, num_warps=warps))
     return tuple(dict.fromkeys(found))
@@ -72,3 +75,25 @@ def atomic_configs(call: Call) -> tuple[Config, ...]:
         rows, block = _tile(weight.columns, 32 * warps * accesses, bags)
         found.append(Config(bags=rows, block=block, num_warps=warps))
     return tuple(dict.fromkeys(found))
+
+
+MOST_PROGRAMS = 1 << 30
+"""Of a TileLang launch: its grid is int32. A power of two, so that a call class has one answer."""
+
+
+def few_enough(call: Call) -> Iterable[Reason]:
+    """A TileLang program takes one bag, or one row of the table."""
+    facts = call.weight if "dweight" in call.tensors else call.indices
+    blocks = -(-call.weight.columns // 32)
+    if facts.rows * blocks > MOST_PROGRAMS:
+        yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_PROGRAMS // blocks}")
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """Keys: `threads` a row and `depth` vectors of a thread; `ahead` rows under way; `chunk` as `sorted_configs`."""
+    facts: TensorFacts = call.dout if "dweight" in call.tensors else call.weight
+    threads = min(256, max(32, power_of_2_at_least(facts.columns // vector(facts))))
+    wanted = ((threads, 2, 2, 64), (threads, 2, 4, 64), (max(32, threads // 2), 4, 2, 32), (threads, 1, 2, 256))
+    if "dweight" not in call.tensors:
+        wanted = ((threads, 2, 8, 0), (threads, 2, 4, 0), (max(32, threads // 2), 2, 8, 0), (threads, 2, 16, 0))
+    return tuple(dict.fromkeys(Config(threads=t, depth=d, ahead=a, chunk=c) for t, d, a, c in wanted))

@@ -34,6 +34,21 @@ TRITON_KERNELS = [
     ),
 ]
 
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=limits),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op, function, limits in (
+        ("embedding_bag_mean", "forward", (unit_stride("weight"), row_levels("indices"), configs.few_enough)),
+        ("embedding_bag_mean_backward", "backward", (row_levels("dout"), configs.few_enough)),
+    )
+]
+
 VENDOR_KERNELS = [
     Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=limits), label="aten")
     for op, limits in (
@@ -42,4 +57,4 @@ VENDOR_KERNELS = [
     )
 ]
 
-KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
