@@ -64,6 +64,8 @@ def node_call(op: Op[Any], inputs: list[Any], saving: bool = False) -> Any:
 
 
 class Block(torch.nn.Module):
+    """The op with the last of its inputs that are no ids as a parameter; `given` is what it is called with."""
+
     def __init__(self, op: Op[Any], inputs: list[Tensor]) -> None:
         super().__init__()
         self.op = op

@@ -77,7 +77,7 @@ def test_subclasses_and_parameters(op: Op[Any]) -> None:
     assert all(isinstance(f, Labelled) for f in found)
     same([f.as_subclass(Tensor) for f in found], expected)
     with torch.no_grad():
-        same(listed(op(*[torch.nn.Parameter(t) for t in inputs], **op.usual)), expected)
+        same(listed(op(*[torch.nn.Parameter(t, t.is_floating_point()) for t in inputs], **op.usual)), expected)
 
 
 def test_lazily_negated_tensors_are_read_right() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core.call import DTYPE_NAMES, Call
+from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 from tilewright.core.contract import floating, one_of, wide_rows
 from tilewright.core.cost import bytes_of
 from tilewright.core.errors import InvalidArgument, OutOfRange
@@ -124,8 +124,9 @@ def _derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 def _table_bytes(call: Call) -> int:
     """The rows that must be read: no more than there are ids, and than there are rows."""
-    width: int = call.weight.columns * call.weight.dtype.itemsize
-    return min(call.indices.numel, call.weight.rows) * width
+    weight: TensorFacts = call.weight
+    rows: int = min(call.indices.numel, weight.rows)
+    return rows * weight.columns * weight.dtype.itemsize
 
 
 _SIZES = {"V": 61, "L": 13}

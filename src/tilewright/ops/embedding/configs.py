@@ -67,7 +67,7 @@ def sorted_configs(call: Call) -> tuple[Config, ...]:
 
 
 def atomic_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `bags` and `block` columns a program; `num_warps`. Atomics take a float each: 4 bytes a thread and access."""
+    """Keys: `bags` and `block` columns a program; `num_warps`. A thread adds a few floats, 4 bytes an atomic."""
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
     found = []

@@ -23,9 +23,7 @@ def wide(value: Any) -> Any:
 def sum_tile(width: int, vec: int, threads: int) -> Any:
     """Registers for the columns of a block: neighbouring threads hold neighbouring vectors."""
     made = T.alloc_fragment((width,), F32)
-    layout = T.Fragment(
-        (width,), forward_fn=lambda j: ((j // vec) % threads, (j // (vec * threads)) * vec + j % vec)
-    )
+    layout = T.Fragment((width,), forward_fn=lambda j: ((j // vec) % threads, (j // (vec * threads)) * vec + j % vec))
     T.annotate_layout({made: layout})
     return made
 

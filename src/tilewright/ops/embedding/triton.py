@@ -34,10 +34,10 @@ def standing_of(ids, inside, table_rows, padding, HAS_PADDING: tl.constexpr):
     return real & in_table, real & (in_table == 0)
 
 
-@triton.jit(do_not_specialize=["total_bags", "ids", "inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total_bags", "ids", "indices_inner", "table_rows", "padding"])
 def bag_mean(
-    weight, indices, out, count, weight_stride, indices_stride, outer, inner, step, total_bags, ids, total_columns,
-    table_rows, padding,
+    weight, indices, out, count, weight_stride, indices_stride, indices_outer, indices_inner, step, total_bags, ids,
+    total_columns, table_rows, padding,
     HAS_PADDING: tl.constexpr, NAN: tl.constexpr, SAVE: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr,
     EVEN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def bag_mean(
     bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
-    first = indices + row_start(bags, indices_stride, outer, inner, LEVELS)
+    first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
     total = tl.zeros([BAGS, BLOCK], tl.float32)
     counted = tl.zeros([BAGS], tl.int32)
     spoilt = tl.zeros([BAGS], tl.int32)
@@ -74,13 +74,15 @@ def bag_mean(
         tl.store(count + bags, many, mask=has_bag & ((program % blocks) == 0))
 
 
-def places(facts: TensorFacts, prefix: str = "") -> dict[str, Argument]:
-    """Arguments of `row_start` for a tensor: `<prefix>stride`, `<prefix>outer` and `<prefix>inner`."""
+def places(name: str, facts: TensorFacts) -> dict[str, Argument]:
+    """Arguments of `row_start` for a tensor."""
     levels = facts.row_levels
     inner, stride = levels[-1]
     two = len(levels) == 2
-    return {f"{prefix}outer": levels[0][1] if two else None, f"{prefix}inner": inner if two else None} | {
-        f"{prefix}stride" if prefix else "indices_stride": stride
+    return {
+        f"{name}_stride": stride,
+        f"{name}_outer": levels[0][1] if two else None,
+        f"{name}_inner": inner if two else None,
     }
 
 
@@ -100,7 +102,7 @@ def forward(call: Call, config: Config) -> Launch:
         "out": call.out,
         "count": call["count"],
         "weight_stride": weight.row_levels[-1][1],
-        **places(indices),
+        **places("indices", indices),
         "step": None if indices.column_stride == 1 else indices.column_stride,
         "total_bags": indices.rows,
         "ids": indices.columns,

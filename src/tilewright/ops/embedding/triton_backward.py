@@ -24,19 +24,21 @@ from tilewright.ops.embedding.triton import padding_of, places, row_start, stand
 
 KEYS = 1024
 """Occurrences, or rows of the table, that one program of the small kernels takes."""
+AHEAD = 2
+"""Occurrences of each row that a program of `segment_sums` reads at a time: most rows have few."""
 SPLIT = 8
 """Occurrences that a program of `chunk_sums` reads at a time."""
 
 
-@triton.jit(do_not_specialize=["total", "ids", "inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total", "ids", "indices_inner", "table_rows", "padding"])
 def bag_keys(
-    indices, keys, indices_stride, outer, inner, step, total, ids, table_rows, padding,
+    indices, keys, indices_stride, indices_outer, indices_inner, step, total, ids, table_rows, padding,
     HAS_PADDING: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The id of each occurrence that counts; of every other one the number of rows, which sorts behind all ids."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
-    first = row_start(place // ids, indices_stride, outer, inner, LEVELS)
+    first = row_start(place // ids, indices_stride, indices_outer, indices_inner, LEVELS)
     one = tl.load(indices + first + (place % ids) * step, mask=inside, other=0).to(tl.int64)
     counts, _ = standing_of(one, inside, table_rows, padding, HAS_PADDING)
     tl.store(keys + place, tl.where(counts, one, table_rows).to(keys.dtype.element_ty), mask=inside)
@@ -109,7 +111,7 @@ def segment_sums(
     LEVELS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """dweight: for each row what of its segment lies outside whole chunks, then the chunks, in the sorted order each."""
+    """dweight: of each row what of its segment lies outside whole chunks, then the chunks, in the sorted order each."""
     blocks = tl.cdiv(total_columns, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     rows = (program // blocks) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -129,9 +131,10 @@ def segment_sums(
             place = start + ahead
             inside = place < singles
             position = tl.where(place < head, begin, tail) + place
+            mask = inside[:, None] if EVEN else inside[:, None] & has_column
             total += bag_share(
-                dout, count, order, position, inside, columns, inside[:, None] if EVEN else inside[:, None] & has_column,
-                ids, dout_stride, dout_outer, dout_inner, dout_step, LEVELS, UNIT, NARROW,
+                dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_inner,
+                dout_step, LEVELS, UNIT, NARROW,
             )  # fmt: skip
     for chunk in tl.range(0, tl.max(chunks, axis=0)):
         inside = chunk < chunks
@@ -143,10 +146,10 @@ def segment_sums(
     )
 
 
-@triton.jit(do_not_specialize=["total_bags", "ids", "inner", "dout_inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total_bags", "ids", "indices_inner", "dout_inner", "table_rows", "padding"])
 def bag_scatter(
-    dout, count, indices, sums, indices_stride, outer, inner, step, dout_stride, dout_outer, dout_inner, dout_step,
-    total_bags, ids, total_columns, table_rows, padding,
+    dout, count, indices, sums, indices_stride, indices_outer, indices_inner, step, dout_stride, dout_outer, dout_inner,
+    dout_step, total_bags, ids, total_columns, table_rows, padding,
     HAS_PADDING: tl.constexpr, LEVELS: tl.constexpr, DOUT_LEVELS: tl.constexpr, UNIT: tl.constexpr,
     BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +164,7 @@ def bag_scatter(
     share = tl.load(dout + place, mask=has_bag[:, None] & has_column, other=0.0).to(tl.float32)
     many = tl.maximum(tl.load(count + bags, mask=has_bag, other=1.0), 1.0)
     share = tl.math.div_rn(share, tl.zeros_like(share) + many[:, None])
-    first = indices + row_start(bags, indices_stride, outer, inner, LEVELS)
+    first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
     for one in tl.range(0, ids):
         row = tl.load(first + one * step, mask=has_bag, other=0).to(tl.int64)
         counts, _ = standing_of(row, has_bag, table_rows, padding, HAS_PADDING)
@@ -200,7 +203,7 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
         "ids": indices.columns,
         "total_columns": columns,
         "table_rows": table_rows,
-        **places(call.dout, "dout_"),
+        **places("dout", call.dout),
         "dout_step": None if call.dout.column_stride == 1 else call.dout.column_stride,
     }
     constants = {
@@ -215,7 +218,13 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
         Launch(
             bag_keys,
             (triton.cdiv(total, KEYS), 1, 1),
-            {"indices": indices, "keys": keys, **places(indices), "step": indices.column_stride, "total": total}
+            {
+                "indices": indices,
+                "keys": keys,
+                **places("indices", indices),
+                "step": indices.column_stride,
+                "total": total,
+            }
             | {"ids": indices.columns, "table_rows": table_rows, **padding},
             {**has_padding, "LEVELS": len(indices.row_levels), "BLOCK": KEYS},
         ),
@@ -243,7 +252,7 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
             (triton.cdiv(table_rows, config.rows) * blocks, 1, 1),
             {"dout": call.dout, "count": call["count"], "order": order, "starts": starts, "partials": partials}
             | {"dweight": dweight, **rows},
-            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": 2},
+            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": AHEAD},
             {"num_warps": config.num_warps},
         )
     )
@@ -261,8 +270,8 @@ def by_atomics(call: Call, config: Config) -> tuple[Stage, ...]:
     scatter = Launch(
         bag_scatter,
         (grid, 1, 1),
-        {"dout": call.dout, "count": call["count"], "indices": indices, "sums": sums, **places(indices)}
-        | {"step": indices.column_stride, **places(call.dout, "dout_")}
+        {"dout": call.dout, "count": call["count"], "indices": indices, "sums": sums, **places("indices", indices)}
+        | {"step": indices.column_stride, **places("dout", call.dout)}
         | {"dout_step": None if call.dout.column_stride == 1 else call.dout.column_stride}
         | {"total_bags": indices.rows, "ids": indices.columns, "total_columns": dweight.columns}
         | {"table_rows": dweight.rows, **padding},

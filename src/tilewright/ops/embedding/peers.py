@@ -1,0 +1,61 @@
+"""What users of embedding bags would call instead: adapters to torch's own function and torch.compile.
+
+Each maker takes tensors by name and options, and returns a function that computes the op's outputs. Used by benchmarks
+only; nothing here is a kernel of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Tensors = Mapping[str, Any]
+Options = Mapping[str, Any]
+Run = Callable[[], Any]
+
+
+def _padding(o: Options) -> int | None:
+    """torch has no rule for ids out of range: it reads there. And its negative padding counts from the end."""
+    padding: int | None = o["padding_idx"]
+    if o["out_of_range"] != "error" or (padding is not None and padding < 0):
+        raise NotImplementedError("leaves out one row of the table, and no id beside")
+    return padding
+
+
+def _eager(t: Tensors, o: Options) -> Run:
+    return functools.partial(F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o))
+
+
+@functools.cache
+def _compiled(padding: int | None, signature: tuple[Any, ...]) -> Callable[..., Any]:
+    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
+
+    def embedding_bag(indices: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding)
+
+    embedding_bag.__code__ = embedding_bag.__code__.replace()
+    return torch.compile(embedding_bag, dynamic=False, fullgraph=True)
+
+
+def _compile(t: Tensors, o: Options) -> Run:
+    """torch.compile of the same, specialised to the shape: at its best."""
+    import torch._functorch.config as functorch
+
+    arguments = (t["indices"], t["weight"])
+    signature = tuple((a.shape, a.stride(), a.dtype, a.requires_grad) for a in arguments)
+    compiled = _compiled(_padding(o), signature)
+
+    def run() -> Any:
+        # a graph that is kept for many backwards may not donate its buffers
+        with functorch.patch(donated_buffer=False):
+            return compiled(*arguments)
+
+    return run if t["weight"].requires_grad else functools.partial(compiled, *arguments)
+
+
+PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile}}
