@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,13 @@ differentiable = pytest.mark.parametrize("op", DIFFERENTIABLE, ids=str)
 
 
 def inputs_of(
-    op: Op[Any], lead: tuple[int, ...] = (5,), dtype: torch.dtype = torch.float32, grad: bool = False
+    op: Op[Any],
+    lead: tuple[int, ...] = (5,),
+    dtype: torch.dtype = torch.float32,
+    grad: bool = False,
+    columns: int = C,
 ) -> list[Any]:
-    made = make_inputs(op, (*lead, C), dtype)
+    made = make_inputs(op, (*lead, columns), dtype)
     if grad:
         ask(op, made)
     return list(made.values())
@@ -60,7 +65,10 @@ def same(found: Any, expected: Any, **tolerance: float) -> None:
 
 
 def node_call(op: Op[Any], inputs: list[Any], saving: bool = False) -> Any:
-    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **node.plain(op.usual))
+    """The node as `op(*inputs)` calls it."""
+    defaults = {name: value for name, value in op.options.items() if value is not inspect.Parameter.empty}
+    options = node.plain({**op.usual, **defaults})
+    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **options)
 
 
 class Block(torch.nn.Module):

@@ -211,10 +211,12 @@ def test_expanded_and_strided_upstream_gradients(op: Op[Any]) -> None:
 @pytest.mark.parametrize("op", [op for op in DIFFERENTIABLE if "residual" in op.tensors], ids=str)
 def test_one_tensor_as_x_and_residual(op: Op[Any]) -> None:
     x = torch.randn(3, C, requires_grad=True)
-    found = gradients(lambda x: op(x, residual=x), [x])
-    same(found, gradients(lambda x: op.reference(x, residual=x), [x]), rtol=1e-4, atol=1e-4)
+    rest = {n: t for n, t in zip(op.tensors, inputs_of(op, (C,)), strict=True) if n not in ("x", "residual")}
+    rest = {n: torch.eye(C) if n == "weight" and t.dim() == 2 else None for n, t in rest.items()}  # of a product
+    found = gradients(lambda x: op(x, residual=x, **rest), [x])
+    same(found, gradients(lambda x: op.reference(x, residual=x, **rest), [x]), rtol=1e-4, atol=1e-4)
     a, b = torch.randn(3, C, requires_grad=True), torch.randn(3, C, requires_grad=True)
-    loss(op(a, residual=b)).backward()
+    loss(op(a, residual=b, **rest)).backward()
     assert a.grad is not None and b.grad is not None
     same([a.grad], [b.grad])
     a.grad.zero_()

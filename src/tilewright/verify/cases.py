@@ -80,7 +80,7 @@ def make_inputs(
     forms: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor | None]:
     """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances."""
-    extent = size if isinstance(size, Extent) else op.probes.extent(size)
+    extent = size if isinstance(size, Extent) else Extent(tuple(size[:-1]), size[-1], dict(op.probes.sizes))
     layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
     found: dict[str, Any] = {}
     for name in op.tensors:

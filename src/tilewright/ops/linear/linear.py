@@ -39,13 +39,17 @@ def _check(call: Call) -> None:
 
 def _check_backward(call: Call) -> None:
     _check(call)
-    if call.has("z") != (call.act != "none"):
-        problem = "given" if call.has("z") else "None"
-        raise InvalidArgument(call.op, "z", f"{problem}, with act {call.act!r}", "what forward saves: None for 'none'")
+    if call.act != "none" and not call.has("z"):
+        raise InvalidArgument(call.op, "z", f"None, with act {call.act!r}", "needs what forward saves")
 
 
 def _rows(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
     return (*t["x"].shape[:-1], t["weight"].shape[0]), t["x"].dtype
+
+
+def _flat(t: Tensor) -> Tensor:
+    """[M, C], also where either is 0."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
 def _pre_activation(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,11 +75,11 @@ def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _scale_backward(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    dz = t["dy"].abs() if t["z"] is None else t["dy"].abs() * derivative_terms(o["act"], t["z"])
-    rows = dz.reshape(-1, dz.shape[-1])
+    dz = t["dy"].abs() if o["act"] == "none" else t["dy"].abs() * derivative_terms(o["act"], t["z"])
+    rows = _flat(dz)
     return {
         "dx": torch.matmul(dz, t["weight"].abs()),
-        "dweight": torch.matmul(rows.t(), t["x"].reshape(rows.shape[0], -1).abs()),
+        "dweight": torch.matmul(rows.t(), _flat(t["x"]).abs()),
         "dbias": rows.sum(0),
     }
 
@@ -86,7 +90,7 @@ def _cost(call: Call) -> tuple[int, int]:
 
 def _cost_backward(call: Call) -> tuple[int, int]:
     products = call.has("dx") + call.has("dweight")
-    moved = bytes_of(call, "dy", "x", "weight", "z", "dx", "dweight", "dbias")
+    moved = bytes_of(call, "dy", "x", "weight", "dx", "dweight", "dbias", *(["z"] if call.act != "none" else []))
     return moved, 2 * products * call.dy.numel * call.x.columns
 
 
@@ -156,8 +160,8 @@ def linear(
     probes=Probes(
         dims={"dy": "M N", "x": "M C", "weight": "N C", "z": "M N", "bias": "N"},
         options=(
-            {},
-            *_ACTS,
+            {"act": "gelu"},
+            *({"act": kind} for kind in KINDS if kind != "gelu"),
             *({"act": "gelu", "needs": needs} for needs in ((True, False, False), (False, True, False))),
             *({"act": act, "needs": (False, False, True)} for act in ("none", "silu")),
         ),
@@ -186,7 +190,7 @@ def linear_backward(
     Args:
         dy: [..., N], upstream gradient of y. Any strides.
         x, weight: the inputs.
-        z: [..., N], x W^T + b in the dtype of x, as forward saves it; None for act "none".
+        z: [..., N], x W^T + b in the dtype of x, as forward saves it; not read for act "none".
         bias: the input; read for its dtype alone. Without it dbias is None.
         act: as in forward. At 0 the derivative of "relu" is 0, as in torch.
         needs: which of (dx, dweight, dbias) to compute.
@@ -195,14 +199,13 @@ def linear_backward(
         (dx, dweight, dbias) in the dtypes of x, weight and bias; None where not needed.
 
     Raises:
-        InvalidArgument: as `linear`; also z without an activation, or an activation without z.
+        InvalidArgument: as `linear`; also an activation without z.
     """
-    outputs = weight.shape[0]
-    dz = upcast(dy) if z is None else chain(act, upcast(dy), upcast(z))
-    rows = dz.reshape(-1, outputs)
+    dz = upcast(dy) if z is None or act == "none" else chain(act, upcast(dy), upcast(z))
+    rows = _flat(dz)
     dbias = rows.sum(0).to(bias.dtype) if needs[2] and bias is not None else None
-    if z is not None:
+    if act != "none":
         rows = upcast(rows.to(x.dtype))
     dx = torch.matmul(rows, upcast(weight)).reshape(x.shape).to(x.dtype) if needs[0] else None
-    dweight = torch.matmul(rows.t(), upcast(x).reshape(rows.shape[0], -1)).to(weight.dtype) if needs[1] else None
+    dweight = torch.matmul(rows.t(), _flat(upcast(x))).to(weight.dtype) if needs[1] else None
     return dx, dweight, dbias

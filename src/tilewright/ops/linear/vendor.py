@@ -88,7 +88,7 @@ def linear_backward(
     needs: tuple[bool, bool, bool],
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    dz = (dy if z is None else _dz(act, dy, z)).reshape(-1, weight.shape[0])
+    dz = (dy if z is None or act == "none" else _dz(act, dy, z)).reshape(-1, weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])
     dx = _aten.mm(dz, weight).reshape(x.shape) if needs[0] else None
     dweight = _aten.mm(dz.t(), rows) if needs[1] else None
