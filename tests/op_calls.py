@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +65,7 @@ def same(found: Any, expected: Any, **tolerance: float) -> None:
 
 def node_call(op: Op[Any], inputs: list[Any], saving: bool = False) -> Any:
     """The node as `op(*inputs)` calls it."""
-    defaults = {name: value for name, value in op.options.items() if value is not inspect.Parameter.empty}
-    options = node.plain({**op.usual, **defaults})
-    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **options)
+    return getattr(torch.ops.tilewright, op.name + "_saving" * saving)(*inputs, **node.plain(op.usual))
 
 
 class Block(torch.nn.Module):

@@ -110,7 +110,8 @@ def call_of(
     """The facts of a call on contiguous tensors, as large as `shape` says: [..., C], or as the op's probes have it."""
     chosen = {**op.usual, **(options or {})}
     extent = op.probes.extent(shape)
-    small = make_inputs(op, replace(extent, lead=(SMALL_ROWS,)), dtype, options=chosen, absent=absent)
+    few = {name: min(size, SMALL_ROWS) for name, size in extent.sizes.items()}
+    small = make_inputs(op, replace(extent, lead=(SMALL_ROWS,), sizes=few), dtype, options=chosen, absent=absent)
     facts: dict[str, TensorFacts | None] = {
         name: None
         if tensor is None

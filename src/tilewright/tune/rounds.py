@@ -103,11 +103,11 @@ def _round(sampler: Sampler, active: Sequence[int], taken: dict[Metric, list[dic
                 samples.setdefault(pair, []).append(sample)
     for place, metric in enumerate(METRICS):
         whole = {p: found for p, found in samples.items() if p not in failed}
-        taken[metric].append({p: _mean([s[place] for s in found]) for p, found in whole.items()})
+        taken[metric].append({p: _both_ways([s[place] for s in found]) for p, found in whole.items()})
     return failed
 
 
-def _mean(samples: Sequence[float]) -> float:
+def _both_ways(samples: Sequence[float]) -> float:
     """Of the way there and the way back; where they differ by more than drift explains, one met an interruption."""
     low, high = min(samples), max(samples)
     return low if high > 1.05 * low else sum(samples) / len(samples)
