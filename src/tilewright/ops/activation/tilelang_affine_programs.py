@@ -34,12 +34,12 @@ def place_of(block: Any, row_vectors: Any, chunk: int) -> tuple[Any, Any]:
 
 
 @T.macro
-def load_line(to, source, layout, vec, first, row_vectors, step):
+def load_line(to, source, layout, vec, first, row_vectors, place):
     """Parameters of the block's columns, in float32; what lies beyond the end is 0."""
     T.clear(to)
     for j in T.Parallel(*to.shape):
         if first + j // vec < row_vectors:
-            to[j] = f32(source[at("1" + layout[1], vec, T.int64(0), first * vec + j, (0, 0, 0, step))])
+            to[j] = f32(source[at("1" + layout[1], vec, T.int64(0), first * vec + j, place)])
 
 
 def forward(
@@ -64,10 +64,10 @@ def forward(
             xs = tile(vec, threads, depth, dtype)
             if scale_layout is not None:
                 scales = tile(vec, threads, depth, F32)
-                load_line(scales, scale, scale_layout, vec, first, row_vectors, scale_step)
+                load_line(scales, scale, scale_layout, vec, first, row_vectors, (0, 0, 0, scale_step))
             if bias_layout is not None:
                 biases = tile(vec, threads, depth, F32)
-                load_line(biases, bias, bias_layout, vec, first, row_vectors, bias_step)
+                load_line(biases, bias, bias_layout, vec, first, row_vectors, (0, 0, 0, bias_step))
             if residual_layout is not None:
                 residuals = tile(vec, threads, depth, dtype)
             for turn in T.serial(T.ceildiv(rows - group, groups)):
@@ -123,10 +123,10 @@ def backward(
                 xs = tile(vec, threads, depth, dtype)
             if scaled:
                 scales = tile(vec, threads, depth, F32)
-                load_line(scales, scale, scale_layout, vec, first, row_vectors, scale_step)
+                load_line(scales, scale, scale_layout, vec, first, row_vectors, (0, 0, 0, scale_step))
             if reads_bias:
                 biases = tile(vec, threads, depth, F32)
-                load_line(biases, bias, bias_layout, vec, first, row_vectors, bias_step)
+                load_line(biases, bias, bias_layout, vec, first, row_vectors, (0, 0, 0, bias_step))
             if residual_layout is not None:
                 residuals = tile(vec, threads, depth, dtype)
             if "dscale" in sums:
