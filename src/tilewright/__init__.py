@@ -54,6 +54,7 @@ from tilewright.ops.norm import (
     rms_norm,
     rms_norm_backward,
 )
+from tilewright.ops.residual import gated_residual, gated_residual_backward
 
 __version__ = "0.1.0"
 
@@ -99,6 +100,8 @@ __all__ = [
     "embedding_bag_mean",
     "embedding_bag_mean_backward",
     "explain",
+    "gated_residual",
+    "gated_residual_backward",
     "geglu",
     "geglu_backward",
     "geglu_packed",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.core.call import TensorFacts
-from tilewright.core.launch import Argument
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Argument, Launch, Scratch
 
 
 @triton.jit
@@ -61,3 +61,33 @@ def places(flat: bool, **tensors: TensorFacts | None) -> dict[str, Argument]:
                 outer, count = (levels[0][1], inner) if len(levels) == 2 else (None, None)
         found |= {f"{name}_stride": stride, f"{name}_outer": outer, f"{name}_count": count, f"{name}_step": step}
     return found
+
+
+@triton.jit(do_not_specialize=["groups"])
+def add_groups(
+    partials, out, groups, total_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """[groups, C] partial sums to [C], rounded once."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < total_columns
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, groups, ROWS):
+        group = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        place = group * total_columns + columns[None, :]
+        total += tl.load(partials + place, mask=(group < groups) & inside[None, :], other=0.0)
+    tl.store(out + columns, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=inside)
+
+
+def sum_groups(call: Call, partials: Scratch, out: TensorFacts, pdl: bool) -> Launch:
+    """The launch that adds up what each group of programs has left, in an order that their number fixes."""
+    groups, columns = partials.shape
+    rows = min(256, max(16, triton.next_power_of_2(groups)))
+    block = min(128, 8192 // rows)
+    while block > 8 and triton.cdiv(columns, block) < call.device.multiprocessors * 3 // 4:
+        block //= 2
+    args: dict[str, Argument] = {"partials": partials, "out": out, "groups": groups, "total_columns": columns}
+    constants = {"ROWS": rows, "COLUMNS": block, "PDL": pdl}
+    options = {"num_warps": max(1, min(8, rows * block // 512))}
+    return Launch(add_groups, (triton.cdiv(columns, block), 1, 1), args, constants, options, pdl=pdl)

@@ -1,0 +1,88 @@
+"""How a call is cut into programs and threads, for Triton and TileLang, best guess first. Needs neither.
+
+What the configs of one call class have in common is their keys: one that was found for many rows serves a single one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
+from tilewright.ops.tilelang_places import vector
+
+INPUTS = ("dy", "x", "gate", "residual")
+
+
+def inputs_of(call: Call) -> dict[str, TensorFacts]:
+    """The tensors that kernels read element by element, by name."""
+    return {n: f for n in INPUTS if n not in call.outputs and (f := call.tensors.get(n)) is not None}
+
+
+def shape_of(call: Call) -> TensorFacts:
+    """The facts whose rows and columns the kernels walk."""
+    found: TensorFacts = call.x if call.has("x") else call.dy
+    return found
+
+
+def is_flat(call: Call) -> bool:
+    """Whether everything lies in memory as one dense run, so that rows do not matter."""
+    return all(facts.contiguous and facts.shape == shape_of(call).shape for facts in inputs_of(call).values())
+
+
+def gate_of(call: Call) -> str:
+    """How the gate is broadcast: "none" (it has the shape of x), "rows" (it is [C]) or "columns" ([..., 1])."""
+    gate: TensorFacts = call.gate
+    if gate.shape == call.x.shape:
+        return "none"
+    return "rows" if len(gate.shape) == 1 else "columns"
+
+
+def sum_of(call: Call) -> str:
+    """Over what the gate's gradient is summed: "rows", "columns" or "none"."""
+    return gate_of(call) if call.has("dgate") else "none"
+
+
+def _width(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def triton_configs(call: Call) -> tuple[Config, ...]:
+    """Keys: `block` columns and `rows` rows a tile; `num_warps`; `per_sm` programs a multiprocessor where rows are
+    summed."""
+    shape = shape_of(call)
+    lanes = 16 // shape.dtype.itemsize
+    found = []
+    for warps, depth, per_sm in ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (4, 1, 16)):
+        elements = 32 * warps * lanes * depth
+        block = elements if is_flat(call) else min(_width(shape.columns), elements)
+        if shape.columns % block and block > 32 * lanes:  # a block that divides the row leaves no thread idle
+            block = next((b for b in (block, block // 2, block // 4) if shape.columns % b == 0), block)
+        found.append(Config(rows=max(1, elements // block), block=block, num_warps=warps, per_sm=per_sm))
+    return tuple(dict.fromkeys(found))
+
+
+MOST_TILES = 1 << 30
+"""Of a TileLang call: its grid is int32."""
+
+
+def tilelang_vector(call: Call) -> int:
+    return vector(shape_of(call).columns, shape_of(call).dtype.itemsize)
+
+
+def few_enough(call: Call) -> Iterable[Reason]:
+    """A TileLang program counts its blocks in int32."""
+    shape = shape_of(call)
+    blocks = -(-shape.columns // (128 * tilelang_vector(call)))
+    if shape.rows * blocks > MOST_TILES:
+        yield Reason(shape.name, f"{shape.rows} rows; takes {MOST_TILES // blocks}", "split the batch")
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """Keys: `threads` a block; `depth` accesses of a thread to each tensor."""
+    wanted: tuple[tuple[int, int], ...] = ((128, 1), (256, 1), (256, 2), (128, 4))
+    vectors = shape_of(call).columns // tilelang_vector(call)
+    if not is_flat(call) and vectors <= 64:
+        wanted = ((max(32, _width(vectors)), 1), (128, 1))
+    return tuple(Config(threads=threads, depth=depth) for threads, depth in wanted)

@@ -1,0 +1,28 @@
+"""The kernels of the residual family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.residual import configs
+
+_HERE = "tilewright.ops.residual"
+READ = ("x", "gate", "residual")
+"""Read as dense in the last dimension; an upstream gradient may be strided in any way."""
+PASSES = (
+    ("gated_residual", "gated", "forward"),
+    ("gated_residual_backward", "gated", "backward"),
+)
+
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_{module}:{function}",
+        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        configs.triton_configs,
+    )
+    for op, module, function in PASSES
+]
+
+KERNELS = [*TRITON_KERNELS]
