@@ -25,4 +25,16 @@ TRITON_KERNELS = [
     for op, module, function in PASSES
 ]
 
-KERNELS = [*TRITON_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{module}_{function}",
+        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py", "../tilelang_rows.py"),
+    )
+    for op, module, function in PASSES
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
