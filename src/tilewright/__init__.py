@@ -54,7 +54,7 @@ from tilewright.ops.norm import (
     rms_norm,
     rms_norm_backward,
 )
-from tilewright.ops.residual import gated_residual, gated_residual_backward
+from tilewright.ops.residual import dropout_add, dropout_add_backward, gated_residual, gated_residual_backward
 
 __version__ = "0.1.0"
 
@@ -97,6 +97,8 @@ __all__ = [
     "add_rms_norm",
     "bce_with_logits",
     "bce_with_logits_backward",
+    "dropout_add",
+    "dropout_add_backward",
     "embedding_bag_mean",
     "embedding_bag_mean_backward",
     "explain",

@@ -262,6 +262,7 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
 
     Runs nothing and compiles nothing. The result prints as a table. `op` may also be an op's name.
     """
+    op = getattr(op, "op", op)  # a function that calls an op names it so
     if isinstance(op, str):
         op = registry.op(op)
     elif not isinstance(op, Op):

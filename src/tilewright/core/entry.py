@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tilewright.core import dispatch, evidence, node, policy
+from tilewright.core.errors import TilewrightError
 from tilewright.core.op import Op
 
 EXACT = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -58,13 +59,21 @@ def {name}(self, {signature}, backend=None, _frozen=None):
 # tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
 _TENSOR_KEY = (
     "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
-    "p & 15 if (p := {n}.data_ptr()) else 16, {n}.get_device(), "
+    "address & 15 if (address := {n}.data_ptr()) else 16, {n}.get_device(), "
     "grad and {n}.requires_grad"
 )
 
 
+LOCALS = ("self", "backend", "grad", "plain", "level", "found", "given", "check", "plan", "key", "fresh", "address")
+"""Names of the entry's own: an argument of such a name would be overwritten, or would overwrite."""
+
+
 def install(op: Op[Any]) -> None:
-    """Give `op` its `__call__`, on a class of its own, and its torch.library node."""
+    """Give `op` its `__call__`, on a class of its own, and its torch.library node.
+
+    Raises:
+        TilewrightError: a tensor or an option has a name that the entry needs for itself.
+    """
     required = [n for n in op.tensors if n not in op.optional]
     optional = [n for n in op.tensors if n in op.optional]
     given = f"({', '.join(op.tensors)},)"
@@ -113,6 +122,9 @@ def install(op: Op[Any]) -> None:
         "through_node": dispatch.through_node,
         **{f"default_{name}": value for name, value in op.options.items()},
     }
+    taken = [name for name in (*op.tensors, *op.options) if name in LOCALS or name in scope]
+    if taken:
+        raise TilewrightError(f"op {op.name}: {', '.join(taken)} is a name of the entry's own; choose another")
     file = f"<tilewright op {op.name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), scope)

@@ -27,8 +27,8 @@ class Probes:
     """How to make inputs of an op.
 
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
-    twice as many, "1" is one, any other word a size that `sizes` names, with its usual value; "" is one number. A
-    parameter that comes in several shapes names each, the usual one first: "C | M C".
+    twice as many, a number is itself, any other word a size that `sizes` names, with its usual value; "" is one number.
+    A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
@@ -113,7 +113,7 @@ class Probes:
         found = []
         for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
-                known = word in ("C", "1", *self.sizes) or (word.endswith("C") and word[:-1].isdigit())
+                known = word in ("C", *self.sizes) or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
                 if not known and (word != "M" or place):
                     names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')

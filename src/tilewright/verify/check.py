@@ -155,6 +155,10 @@ def judge(outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bo
     """Judge one output by itself. A statistic that is not finite makes every gradient NaN, whichever kind it is."""
     oracle, baseline = truth.oracle[name], truth.baseline[name]
     assert oracle is not None and baseline is not None
+    if not found.dtype.is_floating_point:  # numbers that are counted or drawn have no rounding
+        wrong = int((found != baseline).sum())
+        outcome.problems += [f"{name}: {wrong} integers are not those of the reference"] if wrong else []
+        return
     scale = truth.scale.get(name)
     mine, base = errors(found, oracle, baseline, scale), errors(baseline, oracle, baseline, scale)
     outcome.errors[name] = mine, base, found.dtype

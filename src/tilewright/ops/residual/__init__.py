@@ -1,13 +1,15 @@
-"""The residual family: gated_residual and its gradient.
+"""The residual family: gated_residual, dropout_add and their gradients.
 
-The ops are in `gated`. Their kernels are declared in `kernels.py` and written in one file a backend; the workloads are
-in `workloads.py`.
+The ops are in `gated` and `dropout`, random numbers in `philox`, the function that draws a seed in `random`. Their
+kernels are declared in `kernels.py` and written in one file a backend; the workloads are in `workloads.py`.
 """
 
 from tilewright.core import registry
+from tilewright.ops.residual.dropout import dropout_add_backward
 from tilewright.ops.residual.gated import gated_residual, gated_residual_backward
 from tilewright.ops.residual.kernels import KERNELS
+from tilewright.ops.residual.random import dropout_add
 
 registry.add_kernels(KERNELS)
 
-__all__ = ["gated_residual", "gated_residual_backward"]
+__all__ = ["dropout_add", "dropout_add_backward", "gated_residual", "gated_residual_backward"]

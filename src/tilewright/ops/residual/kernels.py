@@ -12,6 +12,8 @@ READ = ("x", "gate", "residual")
 PASSES = (
     ("gated_residual", "gated", "forward"),
     ("gated_residual_backward", "gated", "backward"),
+    ("dropout_add", "dropout", "forward"),
+    ("dropout_add_backward", "dropout", "backward"),
 )
 
 TRITON_KERNELS = [
@@ -20,7 +22,7 @@ TRITON_KERNELS = [
         "triton",
         f"{_HERE}.triton_{module}:{function}",
         Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
-        configs.triton_configs,
+        configs.dropout_configs if module == "dropout" else configs.triton_configs,
     )
     for op, module, function in PASSES
 ]
@@ -35,6 +37,7 @@ TILELANG_KERNELS = [
         files=("tilelang_programs.py", "../tilelang_rows.py"),
     )
     for op, module, function in PASSES
+    if module == "gated"
 ]
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
