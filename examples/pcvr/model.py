@@ -48,14 +48,16 @@ TORCH = Functions(
 )
 SAME_MASKS = replace(
     TORCH,
-    dropout_add=lambda x, residual, p, seed, offset: tw.dropout_add.reference(x, residual, seed, offset, p=p),
+    dropout_add=lambda x, residual, p, seed, offset: tw.dropout_add(
+        x, residual, p=p, seed=seed, offset=offset, backend="reference"
+    ),
 )
 """Torch's functions with the masks of `tw.dropout_add`, drawn by its definition: slow, and equal in every element."""
 TILEWRIGHT = Functions(
     bag=lambda table, ids: tw.embedding_bag_mean(table, ids, padding_idx=0),
     norm=lambda x, w: tw.rms_norm(x, w, eps=EPS),
     gate=_our_gate,
-    dropout_add=lambda x, residual, p, seed, offset: tw.dropout_add(x, residual, seed, offset, p=p),
+    dropout_add=lambda x, residual, p, seed, offset: tw.dropout_add(x, residual, p=p, seed=seed, offset=offset),
     loss=lambda x, y, p: tw.bce_with_logits(x, y, None, p),
 )
 
