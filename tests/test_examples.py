@@ -10,7 +10,8 @@ import pytest
 import torch
 
 PCVR = Path(__file__).parent.parent / "examples" / "pcvr"
-TOY = "--batch 192 --ids 300 --width 32 --bag 6 --fields 3 --depth 2 --steps 12 --device cpu".split()
+SIZES = {"batch": 192, "ids": 300, "width": 32, "bag": 6, "fields": 3, "depth": 2, "steps": 12}
+TOY = ["--device", "cpu", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 
 
 @pytest.fixture
