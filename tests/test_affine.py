@@ -1,18 +1,25 @@
-"""Edges of scale_bias_add: what may be left out, what its gradient keeps, and gradients that nothing computes."""
+"""Edges of scale_bias_add and bias_act: what may be left out, what a gradient keeps, gradients that nothing computes;
+activations against torch's own, and where their formulas break."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
 from tilewright.core import registry
-from tilewright.verify.cases import make_inputs
+from tilewright.core.classes import layout_class
+from tilewright.tune.sample import inputs_of
+from tilewright.verify.cases import build, cases, make_inputs
+from tilewright.verify.check import call_of
+from tilewright.verify.first_use import probes
 
 TERMS = ("scale", "bias", "residual")
 WAYS = [way for n in range(1, 4) for way in itertools.combinations(TERMS, n)]
@@ -120,3 +127,85 @@ def test_refusals() -> None:
         tw.scale_bias_add_backward(x)
     with pytest.raises(tw.InvalidArgument, match=r"x: None.*scale needs it"):
         tw.scale_bias_add_backward(x, None, w)
+
+
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": lambda z: F.relu(z).square(),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+each = pytest.mark.parametrize("act", ACTS)
+
+
+@each
+@pytest.mark.parametrize("full", [False, True], ids=["by column", "shape of x"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_bias_act_is_torchs_function_of_the_sum(act: str, full: bool, wanted: tuple[bool, bool]) -> None:
+    x = torch.linspace(-12, 12, 5 * 3 * 8, dtype=torch.float64).reshape(5, 3, 8)
+    bias = torch.linspace(-3, 3, 120 if full else 8, dtype=torch.float64).reshape(x.shape if full else (8,))
+    inputs = [t.requires_grad_(w) for t, w in zip((x, bias), wanted, strict=True)]
+    wants = [t for t in inputs if t.requires_grad]
+    weight = torch.linspace(-1, 2, x.numel(), dtype=x.dtype).reshape(x.shape)
+    y, expected = tw.bias_act(x, bias, act=act), ACTS[act](x + bias)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-15)
+    found, right = (torch.autograd.grad((t * weight).sum(), wants) for t in (y, expected))
+    torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-13)
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_act_at_infinities_and_huge_values(act: str, dtype: torch.dtype) -> None:
+    rectifies = act in ("relu", "relu2")
+    x = torch.tensor([[-math.inf, -3e38, -1e20, 0.0, 1e9, math.inf, math.nan]], dtype=dtype, requires_grad=True)
+    y = tw.bias_act(x, torch.zeros(7, dtype=dtype), act=act)[0]
+    assert y[-1].isnan() and (y[0] == 0 if rectifies else y[0].isnan())
+    assert (y[1:4] == 0).all() and y[-2] == math.inf and y[4] > 0
+    slope = torch.autograd.grad(y[1:5].sum(), x)[0][0, 1:5]
+    assert slope.isfinite().all() and (slope[:2] == 0).all()
+
+
+def test_a_rectifier_selects_and_does_not_multiply_by_zero() -> None:
+    dy, x = torch.tensor([[math.inf, math.inf, 1.0]]), torch.tensor([[-1.0, 0.0, math.nan]])
+    for act in ("relu", "relu2"):
+        dx, _ = tw.bias_act_backward(dy, x, torch.zeros(3), act=act)
+        assert dx is not None and dx[0, :2].tolist() == [0.0, 0.0]
+        leaf = x.clone().requires_grad_()
+        torch.testing.assert_close(dx, torch.autograd.grad(ACTS[act](leaf), leaf, dy)[0], equal_nan=True)
+
+
+def test_the_sum_is_not_rounded_before_the_activation() -> None:
+    x, bias = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = tw.bias_act(x, bias, act="silu")
+    torch.testing.assert_close(y, F.silu(x.double() + bias.double()).bfloat16(), rtol=0, atol=0)
+    assert not torch.equal(y, F.silu(x + bias))
+
+
+def test_either_form_of_a_bias_has_a_class_and_probes_of_its_own() -> None:
+    """A kernel proven for one form is not taken for the other, and is checked on the form that it meets."""
+    op = registry.op("bias_act_backward")
+    assert {len(case.forms) for case in cases(op, torch.bfloat16, size="tiny")} == {0, 1}
+    found = set()
+    for bias in (torch.randn(24), torch.randn(5, 3, 24)):
+        dy, x = torch.randn(2, 5, 3, 24)
+        call = call_of(op, {"dy": dy, "x": x, "bias": bias}, dict(op.usual), False)
+        wanted = layout_class(call, dict(op.options))
+        made = [build(probe, op) for probe in probes(call)]
+        made.append(dict(zip(op.tensors, inputs_of(call, 0), strict=True)))
+        for tensors in made:
+            assert layout_class(call_of(op, tensors, dict(op.usual), False), dict(op.options)) == wanted
+        found.add(wanted)
+    assert len(found) == 2
+
+
+def test_bias_act_refusals() -> None:
+    x, bias = torch.randn(2, 3, 8), torch.randn(8)
+    with pytest.raises(TypeError, match="act"):
+        tw.bias_act(x, bias)  # type: ignore[call-arg]
+    with pytest.raises(tw.InvalidArgument, match=r"act: 'tanh'.*'relu', 'relu2', 'silu', 'gelu', 'gelu_tanh'"):
+        tw.bias_act(x, bias, act="tanh")
+    with pytest.raises(tw.InvalidArgument, match=r"bias: shape \[3, 8\].*\[8\].*\[2, 3, 8\]"):
+        tw.bias_act(x, x[0], act="relu")
+    with pytest.raises(tw.InvalidArgument, match=r"bias: dtype fp32, while x is bf16"):
+        tw.bias_act(x.bfloat16(), x, act="relu")

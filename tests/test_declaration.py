@@ -64,6 +64,7 @@ def test_a_good_one_is_taken() -> None:
         ({"probes": Probes(dims={})}, "probes.dims lacks x"),
         ({"probes": Probes(dims={"x": "M C", "z": "C"})}, "probes.dims: 'z' is none of x"),
         ({"probes": Probes(dims={"x": "M N"})}, '"N" in "M N" is none of M (first), C, 2C, 1'),
+        ({"probes": Probes(dims={"x": "M C | N"})}, '"N" in "N" is none of M (first), C, 2C, 1'),
         ({"probes": Probes(dims={"x": "M C"}, options=({"scale": 1.0},))}, "'scale' is none of factor"),
         ({"probes": Probes(dims={"x": "M C"}, absent=(("x",),))}, "probes.absent: 'x'"),
         ({"probes": Probes(dims={"x": "M C"}, either=("w",))}, "probes.either: 'w' is none of x"),
@@ -71,6 +72,7 @@ def test_a_good_one_is_taken() -> None:
         (gradient(grads={"z": "dy"}), "gradient.grads: 'z' is none of y"),
         (gradient(takes={"x": "z"}), "gradient.takes: 'z' is none of x, y"),
         (gradient(gives={"z": "dx"}), "gradient.gives: 'z' is none of x"),
+        (gradient(only={"x": "z"}), "gradient.only: 'z' is none of "),
     ],
 )
 def test_a_wrong_name_is_named(changes: dict[str, Any], words: str) -> None:

@@ -26,6 +26,8 @@ from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
 from tilewright.models import patch, unpatch
 from tilewright.ops.activation import (
+    bias_act,
+    bias_act_backward,
     geglu,
     geglu_backward,
     geglu_packed,
@@ -97,6 +99,8 @@ __all__ = [
     "add_rms_norm",
     "bce_with_logits",
     "bce_with_logits_backward",
+    "bias_act",
+    "bias_act_backward",
     "dropout_add",
     "dropout_add_backward",
     "embedding_bag_mean",

@@ -1,12 +1,13 @@
-"""The activation family: swiglu and geglu, their packed forms, silu, gelu, scale_bias_add and their gradients.
+"""The activation family: gated and plain activations, scale_bias_add, bias_act, and their gradients.
 
-The ops are in `gated` (a gate and a value), `packed` (both in one tensor), `unary` (one input) and `affine` (parameters
-by column), the functions that they share in `functions`. Their kernels are declared in `kernels.py` and written in one
-file a backend, what has parameters by column in a second one; the workloads are in `workloads.py`.
+The ops are in `gated` (a gate and a value), `packed` (both in one tensor), `unary` (one input), `biased` (bias_act) and
+`affine` (scale_bias_add), the functions that they share in `functions`. Their kernels are declared in `kernels.py` and
+written in one file a backend, what has parameters by column in a second one; the workloads are in `workloads.py`.
 """
 
 from tilewright.core import registry
 from tilewright.ops.activation.affine import scale_bias_add, scale_bias_add_backward
+from tilewright.ops.activation.biased import bias_act, bias_act_backward
 from tilewright.ops.activation.gated import geglu, geglu_backward, swiglu, swiglu_backward
 from tilewright.ops.activation.kernels import KERNELS
 from tilewright.ops.activation.packed import (
@@ -20,6 +21,8 @@ from tilewright.ops.activation.unary import gelu, gelu_backward, silu, silu_back
 registry.add_kernels(KERNELS)
 
 __all__ = [
+    "bias_act",
+    "bias_act_backward",
     "geglu",
     "geglu_backward",
     "geglu_packed",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
-from tilewright.ops.activation.configs import is_flat, rows_and_columns, tiles, vector
+from tilewright.ops.activation.configs import inputs_of, rows_and_columns, tiles, vector
 
 SUMS = ("dscale", "dbias")
 
@@ -24,6 +24,19 @@ def by_column(call: Call, name: str) -> TensorFacts | None:
     return facts if facts is not None and len(facts.shape) == 1 else None
 
 
+def residual_of(call: Call) -> TensorFacts | None:
+    """What is added element by element, where it is given: a residual, or a bias of the shape of x."""
+    bias: TensorFacts | None = call.tensors.get("bias")
+    return bias if bias is not None and len(bias.shape) > 1 else call.tensors.get("residual")
+
+
+def row_inputs(call: Call) -> list[TensorFacts]:
+    """The tensors of rows that kernels read."""
+    found = list(inputs_of(call).values())
+    residual = residual_of(call)
+    return found if residual is None or residual in found else [*found, residual]
+
+
 def summed(call: Call) -> dict[str, TensorFacts]:
     """The outputs that are sums over rows, in order."""
     return {name: facts for name in SUMS if name in call.outputs and (facts := call.tensors[name]) is not None}
@@ -31,7 +44,8 @@ def summed(call: Call) -> dict[str, TensorFacts]:
 
 def by_rows(call: Call) -> bool:
     """Whether rows matter: something is by column, or strides are not dense."""
-    return bool(by_column(call, "scale") or by_column(call, "bias") or summed(call)) or not is_flat(call)
+    apart = by_column(call, "scale") or by_column(call, "bias") or summed(call)
+    return bool(apart) or not all(facts.contiguous for facts in row_inputs(call))
 
 
 def triton_configs(call: Call) -> tuple[Config, ...]:

@@ -22,8 +22,6 @@ def inputs_of(call: Call) -> dict[str, TensorFacts]:
 
 def kind_of(call: Call) -> str:
     """The activation, as `functions` names it."""
-    if "act" in call.options:
-        return str(call.act)
     if "approximate" not in call.options:
         return "silu"
     return "gelu_tanh" if call.approximate == "tanh" else "gelu"

@@ -25,7 +25,12 @@ TRITON_KERNELS = [
 
 # Parameters by column are read as dense too.
 AFFINE_READ = (*READ, "residual", "scale", "bias")
-AFFINE = [("scale_bias_add", "forward"), ("scale_bias_add_backward", "backward")]
+AFFINE = [
+    ("scale_bias_add", "forward"),
+    ("scale_bias_add_backward", "backward"),
+    ("bias_act", "forward"),
+    ("bias_act_backward", "backward"),
+]
 AFFINE_LIMITS = (unit_stride(*AFFINE_READ), row_levels("x", "residual", "bias", "dy"))
 
 TRITON_KERNELS += [

@@ -56,6 +56,19 @@ def _scale_bias_add(x: Tensor, scale: Tensor | None, bias: Tensor | None, residu
     return y if residual is None else y + residual
 
 
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": lambda z: F.relu(z).square(),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+def _bias_act(x: Tensor, bias: Tensor, act: str) -> Tensor:
+    return ACTS[act](x + bias)
+
+
 def _arguments(t: Tensors, o: Options) -> list[Any]:
     """As the functions above take them: an op's tensors, then its options, each in its order."""
     return [*t.values(), *o.values()]
@@ -133,5 +146,6 @@ PEERS: dict[str, dict[str, Maker]] = {
     },
     "silu": {"torch": _eager(_silu), "torch.compile": _compile(_silu)},
     "gelu": {"torch": _eager(_gelu), "torch.compile": _compile(_gelu)},
+    "bias_act": {"torch": _eager(_bias_act), "torch.compile": _compile(_bias_act)},
     "scale_bias_add": {"torch": _eager(_scale_bias_add), "torch.compile": _compile(_scale_bias_add)},
 }

@@ -12,7 +12,7 @@ from typing import Any
 from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, summed
+from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, summed
 from tilewright.ops.activation.configs import rows_and_columns, vector
 from tilewright.ops.activation.tilelang import NAMES, layout_of, strides_of
 
@@ -24,23 +24,23 @@ LANES, DEPTH = 32, 16
 
 
 def forward(call: Call, config: Config) -> Launch:
-    """scale_bias_add."""
+    """scale_bias_add and bias_act."""
     rows, columns, vec = _sizes(call)
-    args, constants = _shared(call, config, {"x": call.x, "residual": call.tensors.get("residual")})
+    args, constants = _shared(call, config, {"x": call.x, "residual": residual_of(call)})
     programs = rows * -(-columns // (config.threads * config.depth * vec))
     args |= {"y": call.y, "groups": rows, "programs": programs}
     return Launch(FORWARD, (programs, 1, 1), args, constants)
 
 
 def backward(call: Call, config: Config) -> tuple[Launch, ...]:
-    """Its gradient: dx and partial sums over rows, then the sums."""
+    """Their gradients: dx and partial sums over rows, then the sums."""
     rows, columns, vec = _sizes(call)
     sums, act = summed(call), act_of(call)
     reads_x = act != "" or "dscale" in sums
     tensors = {
         "dy": call.dy,
         "x": call.tensors.get("x") if reads_x else None,
-        "residual": call.tensors.get("residual") if act else None,
+        "residual": residual_of(call) if act else None,
     }
     args, constants = _shared(call, config, tensors)
     cuts, groups = -(-columns // (config.threads * config.depth * vec)), rows

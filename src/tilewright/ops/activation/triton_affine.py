@@ -16,8 +16,8 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, summed
-from tilewright.ops.activation.configs import inputs_of, rows_and_columns
+from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, row_inputs, summed
+from tilewright.ops.activation.configs import rows_and_columns
 from tilewright.ops.activation.triton import load, places, store, tile_of
 from tilewright.ops.activation.triton_functions import activation, chain
 
@@ -154,8 +154,8 @@ def _shared(call: Call, config: Config) -> tuple[dict[str, Argument], dict[str, 
     """Arguments and constants of both passes: what there is, and where its rows lie."""
     shape = rows_and_columns(call)
     bias, scale = by_column(call, "bias"), by_column(call, "scale")
-    two_levels = by_rows(call) and any(len(facts.row_levels) > 1 for facts in inputs_of(call).values())
-    residual = _residual(call)
+    two_levels = by_rows(call) and any(len(facts.row_levels) > 1 for facts in row_inputs(call))
+    residual = residual_of(call)
     args: dict[str, Argument] = {
         "x": call.tensors.get("x"),
         "scale": scale,
@@ -178,10 +178,6 @@ def _shared(call: Call, config: Config) -> tuple[dict[str, Argument], dict[str, 
     return args, constants
 
 
-def _residual(call: Call) -> TensorFacts | None:
-    return call.tensors.get("residual")
-
-
 def _programs(call: Call, config: Config) -> int:
     shape = rows_and_columns(call)
     rows, columns = (shape.rows, shape.columns) if by_rows(call) else (1, shape.numel)
@@ -189,14 +185,14 @@ def _programs(call: Call, config: Config) -> int:
 
 
 def forward(call: Call, config: Config) -> Launch:
-    """scale_bias_add."""
+    """scale_bias_add and bias_act."""
     args, constants = _shared(call, config)
     args["y"] = call.y
     return Launch(affine_forward, (_programs(call, config), 1, 1), args, constants, {"num_warps": config.num_warps})
 
 
 def backward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
-    """Its gradient."""
+    """Their gradients."""
     args, constants = _shared(call, config)
     dy, sums = call.dy, summed(call)
     blocks = math.ceil(dy.columns / config.block)

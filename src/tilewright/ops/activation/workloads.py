@@ -18,3 +18,11 @@ RESIDUAL = (
     Workload("recommender, 2048 sequences of 64", 131072, 256),
     Workload("decode, one token", 1, 4096),
 )
+
+BIASED = (
+    Workload("pi0.5 vision tower", 768, 4304),
+    Workload("gpt-2 training, 32 sequences of 1024", 32768, 3072),
+    Workload("bert-large, 16 sequences of 512", 8192, 4096),
+    Workload("recommender, 2048 sequences of 64", 131072, 256),
+    Workload("decode, one token", 1, 3072),
+)
