@@ -260,7 +260,7 @@ def test_empty_rows_give_the_right_result_and_gradients(
 @pytest.mark.parametrize("op", [op for op in OPS if op.gradient is None], ids=str)
 def test_gradients_of_ops_without_one_are_refused_by_name(op: Op[Any]) -> None:
     inputs = list(make_inputs(op, (3, C), torch.float32).values())
-    last = [t for t in inputs if t is not None and t.is_floating_point()][-1]
+    last = [t for t in inputs if t is not None and t.is_floating_point()][:2][-1]
     last.requires_grad_()
     with pytest.raises(tw.NoGradient, match=op.name):
         op(*inputs, **op.usual)

@@ -77,7 +77,11 @@ def _compiled(
         known.update(zip(present, tensors, strict=True))
         results = op.define(known, chosen, saving)
         # a result that a definition passes through (dx = dh) must not alias its input
-        return [None if r is None else r.clone() if any(r is t for t in tensors) else r.contiguous() for r in results]
+        dense = torch.contiguous_format
+        return [
+            None if r is None else r.clone(memory_format=dense) if any(r is t for t in tensors) else r.contiguous()
+            for r in results
+        ]
 
     # torch counts recompilations by code object, which all of these would share
     definition.__code__ = definition.__code__.replace()

@@ -118,10 +118,14 @@ def _definition(op: Op[Any], call: Call) -> Run:
         results: list[Any] = []
         for made in found:
             shared = made is not None and any(made is t for t in (*tensors, *results))
-            results.append(made if made is None else made.clone() if shared else made.contiguous())
+            results.append(made if made is None else _copy(made) if shared else made.contiguous())
         return results
 
     return run
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _without_autocast(run: Run) -> Run:

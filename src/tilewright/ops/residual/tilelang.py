@@ -12,12 +12,16 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.residual.configs import gate_of, is_flat, shape_of, sum_of, tilelang_vector
+from tilewright.ops.residual.dropout import drops
+from tilewright.ops.residual.philox import scale, threshold
 from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
 
 _PROGRAMS = "tilewright.ops.residual.tilelang_programs"
 GATED_FORWARD = Program(f"{_PROGRAMS}:gated_forward")
 GATED_BACKWARD = Program(f"{_PROGRAMS}:gated_backward")
 SUM_GROUPS = Program(f"{_PROGRAMS}:sum_groups")
+DROPOUT_FORWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_forward")
+DROPOUT_BACKWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_backward")
 MOST_GROUPS = 1024
 SUM_LANES, SUM_DEPTH = 32, 8
 
@@ -52,9 +56,33 @@ def gated_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     return first, Launch(SUM_GROUPS, (-(-columns // SUM_LANES), 1, 1), rest, shape)
 
 
+def dropout_forward(call: Call, config: Config) -> Launch:
+    """dropout_add."""
+    args, constants = _shared(call, config, x=call.x, residual=call.residual)
+    args |= {"seed": call.seed, "offset": call.offset, "y": call.y, "state": call.state}
+    constants |= {"saving": call.has("state"), "seeded": call.has("seed"), "started": call.has("offset")}
+    return _dropout(DROPOUT_FORWARD, call, config, args, constants)
+
+
+def dropout_backward(call: Call, config: Config) -> Launch:
+    """dropout_add_backward."""
+    args, constants = _shared(call, config, dy=call.dy)
+    args |= {"state": call.state, "dx": call.dx}
+    return _dropout(DROPOUT_BACKWARD, call, config, args, constants)
+
+
+def _dropout(
+    program: Program, call: Call, config: Config, args: dict[str, Argument], constants: dict[str, Any]
+) -> Launch:
+    rows, wide = _tiles(call, config, constants)
+    args |= {"tiles": rows * wide, "least": threshold(call.p), "scale": scale(call.p)}
+    return Launch(program, (rows * wide, 1, 1), args, {**constants, "drops": drops(call.training, call.p)})
+
+
 def _shared(call: Call, config: Config, **tensors: TensorFacts) -> tuple[dict[str, Argument], dict[str, Any]]:
     """The arguments and constants by which the tensors are read."""
-    shape, flat, vec = shape_of(call), is_flat(call), tilelang_vector(call)
+    shape, vec = shape_of(call), tilelang_vector(call)
+    flat = is_flat(call) and "p" not in call.options  # a mask is drawn by row and column
     columns = shape.numel if flat else shape.columns
     args: dict[str, Argument] = {"row_vectors": columns // vec}
     constants: dict[str, Any] = {"dtype": NAMES[shape.dtype], "flat": flat, "vec": vec}
