@@ -3,7 +3,8 @@
 A family that has rivals keeps them in a module `peers` beside its ops, as PEERS: {op: {peer: maker}}. A maker takes
 the op's tensors by name and its options, imports the rival and returns a function without arguments that returns the
 op's outputs, differentiable. It raises ImportError where the rival is not installed and NotImplementedError where it
-cannot compute these options. This file finds them, and checks that they compute the same.
+cannot compute these options. This file finds them, and checks that they compute the same; of a maker whose attribute
+`draws` is true, which has random numbers of its own, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Peer:
 
         wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
         for mine, theirs in zip(_tuple(wanted), _tuple(run()), strict=True):
+            if getattr(self.maker, "draws", False):
+                if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                    raise NotImplementedError(f"computes something else: {theirs.dtype}{list(theirs.shape)}")
+                continue
             worst = (mine.float() - theirs.float()).abs().max() / mine.float().abs().max().clamp_min(1e-6)
             if not worst < TOLERANCE:
                 raise NotImplementedError(f"computes something else: off by {float(worst):.2g} of the largest value")
