@@ -396,6 +396,7 @@ from rich.console import Console
 from tilewright.core.call import Call
 from tilewright.tune import tune
 from tilewright.tune.rounds import Effort
+from tilewright.verify.cases import make_inputs
 report = tune(["{OP}"], shapes=[(64, 32)], dtypes=[torch.float32], backends=["vendor"], device="cpu",
               effort=Effort(least=1, most=1))
 assert not report.failures, report.failures
