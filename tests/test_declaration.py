@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.core import declaration, registry
-from tilewright.core.errors import TilewrightError
+from tilewright.core import declaration, node, registry
+from tilewright.core.arguments import normalise
+from tilewright.core.errors import InvalidArgument, TilewrightError
 from tilewright.core.op import Gradient, Op, Saved, like, rows_of, upcast
 from tilewright.core.op import op as declare_op
 from tilewright.core.probes import Probes
@@ -41,6 +42,14 @@ def listed(x: Tensor, *, factor: list[float]) -> Tensor:
     return x * factor[0]
 
 
+def either(x: Tensor, *, factor: int | str = 2) -> Tensor:
+    return x * int(factor)
+
+
+def maybe(x: Tensor, *, factor: int | None = None, other: float | None = 1.0) -> Tensor:
+    return x * (factor or other or 1)
+
+
 def declare(reference: Any = double, **changes: Any) -> Op[Any]:
     return Op("double", reference=reference, **{**GOOD, **changes})
 
@@ -61,6 +70,7 @@ def test_a_good_one_is_taken() -> None:
     [
         ({"reference": bare}, "parameter x has no type hint"),
         ({"reference": listed}, "option factor is a list"),
+        ({"reference": either}, "option factor is a int | str"),
         ({"probes": Probes(dims={})}, "probes.dims lacks x"),
         ({"probes": Probes(dims={"x": "M C", "z": "C"})}, "probes.dims: 'z' is none of x"),
         ({"probes": Probes(dims={"x": "M N"})}, '"N" in "M N" is none of M (first), C, 2C, 1'),
@@ -68,6 +78,9 @@ def test_a_good_one_is_taken() -> None:
         ({"probes": Probes(dims={"x": "M C"}, options=({"scale": 1.0},))}, "'scale' is none of factor"),
         ({"probes": Probes(dims={"x": "M C"}, absent=(("x",),))}, "probes.absent: 'x'"),
         ({"probes": Probes(dims={"x": "M C"}, either=("w",))}, "probes.either: 'w' is none of x"),
+        ({"probes": Probes(dims={"x": "M C"}, dtypes={"x": (torch.int32,)})}, "probes.dtypes: 'x' is none of"),
+        ({"probes": Probes(dims={"x": "M C"}, tables=("w",))}, "probes.tables: 'w' is none of x"),
+        ({"probes": Probes(dims={"x": "V C"}, sizes={"V": 9}, long=("L",))}, "probes.long: 'L' is none of V"),
         ({"saved": {"s": Saved(rows_of("x"), lambda z: torch.ones(1))}}, "saved s: 'z' is none of x, factor, y"),
         (gradient(grads={"z": "dy"}), "gradient.grads: 'z' is none of y"),
         (gradient(takes={"x": "z"}), "gradient.takes: 'z' is none of x, y"),
@@ -79,6 +92,16 @@ def test_a_wrong_name_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(TilewrightError, match="does not agree with itself") as caught:
         declare(**changes)
     assert words in str(caught.value)
+
+
+def test_an_option_may_be_none() -> None:
+    op = declare(maybe, gradient=None)
+    schema = node.schema(op, saving=False)
+    assert "int? factor" in schema and "float? other" in schema
+    assert normalise(op, (None, None), None) == {"factor": None, "other": None}
+    assert normalise(op, (3, 2), None) == {"factor": 3, "other": 2.0}
+    with pytest.raises(InvalidArgument, match=r"factor: 1\.5 is a float; an integer is needed"):
+        normalise(op, (1.5, None), None)
 
 
 @pytest.mark.parametrize(

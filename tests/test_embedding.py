@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,56 @@ def test_ids_out_of_range_get_no_gradient(kernel: Kernel, device: str) -> None:
     indices = ids_of(9, 12, 5)
     indices[0], indices[1, 1], indices[2, 2] = 9, -1, 1 << 40
     agree(kernel, gradient_inputs(indices, 9, 17), device)
+
+
+def test_atomics_are_refused_where_the_same_bits_are_wanted() -> None:
+    op = registry.op("embedding_bag_mean_backward")
+    inputs = gradient_inputs(ids_of(9, 12, 5), 9, 17)
+    call = replace(call_of(op, inputs, op.usual, False), deterministic=True)
+    refused = [k.name for k in registry.kernels_of(op.name) if k.capability.deterministic is False]
+    assert refused == ["embedding_bag_mean_backward/inductor", "embedding_bag_mean_backward/triton/atomic"]
+    for kernel in registry.kernels_of(op.name):
+        reasons = [r for r in kernel.capability.reasons(call, emulated=True) if "not deterministic" in str(r)]
+        assert bool(reasons) == (kernel.name in refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "tilelang", "vendor"])
+def test_both_passes_can_be_captured(backend: str) -> None:
+    weight = table(500, 64, torch.float16, "cuda").requires_grad_()
+    indices = ids_of(500, 300, 20).cuda()
+
+    def step() -> Tensor:
+        out = tw.embedding_bag_mean(weight, indices, backend=backend)
+        return torch.autograd.grad(out, weight, torch.ones_like(out))[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        eager = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    indices.add_(7).remainder_(500)  # the graph reads ids, not what they were
+    graph.replay()
+    assert torch.equal(captured, step()) and not torch.equal(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_tables_of_more_than_2_to_the_31_elements(backend: str) -> None:
+    rows = (1 << 24) + 1000
+    weight = torch.zeros(rows, 129, dtype=torch.float16, device="cuda")
+    weight[-1000:] = torch.arange(1000, device="cuda", dtype=torch.float16)[:, None]
+    indices = (rows - 1 - ids_of(1000, 64, 8)).cuda()
+    weight.requires_grad_()
+    out = tw.embedding_bag_mean(weight, indices, backend=backend)
+    wanted = (indices - (rows - 1000)).float().mean(-1, keepdim=True).half().expand(-1, 129)
+    torch.testing.assert_close(out, wanted)
+    dweight = torch.autograd.grad(out, weight, torch.ones_like(out))[0]
+    counts = torch.bincount(indices.flatten(), minlength=rows)
+    torch.testing.assert_close(dweight[-1000:], (counts[-1000:, None] / 8).half().expand(-1, 129))
+    assert not dweight[:-1000].any()
 
 
 def test_refusals() -> None:
