@@ -45,6 +45,10 @@ def normal_cdf(g: Any) -> Any:
 
 def activation(kind: str, g: Any) -> Any:
     """act(g). A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
+    if kind == "none":
+        return g
+    if kind in ("relu", "relu2"):  # NaN is not below zero, and stays
+        return T.if_then_else(g < constant(0.0), constant(0.0), g if kind == "relu" else g * g)
     if kind == "silu":
         return g * logistic(g)
     if kind in ("relu", "relu2"):
@@ -63,6 +67,16 @@ def slope(kind: str, g: Any) -> Any:
         rise = constant(TWICE_ROOT) * (constant(1.0) + constant(3.0 * CUBIC) * square)
         return logistic(z) + g * (logistic(z) * logistic(-z) * rise)
     return normal_cdf(g) + g * (constant(DENSITY) * T.exp(constant(-0.5) * g * g))
+
+
+def chain(kind: str, upstream: Any, g: Any) -> Any:
+    """upstream * act'(g). What a rectifier holds back is 0 whatever comes from above."""
+    if kind == "none":
+        return upstream
+    if kind in ("relu", "relu2"):
+        through = upstream if kind == "relu" else upstream * (constant(2.0) * g)
+        return T.if_then_else(g <= constant(0.0), constant(0.0), through)
+    return upstream * slope(kind, g)
 
 
 def tile(vec: int, threads: int, depth: int, dtype: str) -> Any:

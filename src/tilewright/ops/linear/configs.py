@@ -1,4 +1,4 @@
-"""How a product is cut into tiles, best guess first, and which fit the shared memory of a device. Needs no Triton.
+"""How a product is cut into tiles, best guess first, and which fit the shared memory of a device. Needs no compiler.
 
 Keys: `m`, `n` of the output and `k` of the sum a step; `group` rows of tiles that are walked together, so that they
 find each other's columns in the L2; warps and pipeline stages.
@@ -31,22 +31,36 @@ FEW: tuple[Shape, ...] = ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 32, 128
 """For rows that fill half a tile, or a sixteenth. A multiprocessor multiplies 64 rows at a time, or 16."""
 SINGLE: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (64, 64, 32, 8, 2), (128, 64, 16, 8, 2), (32, 64, 32, 4, 2))
 """float32 is multiplied without tensor cores, in registers."""
+TILES: tuple[Shape, ...] = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (64, 64, 64, 4, 4))
+"""Of TileLang programs."""
 MOST_SHARED = {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224, 110: 224, 120: 96, 121: 96}
 """KiB a program may have, by compute capability; other devices (AMD) have 64."""
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Of y = x W^T: rows of x, rows of weight."""
-    return _fitting(call, _bucket(call.x.rows))
+    return _fitting(call, _bucket(call.x.rows), _bucket(call.weight.rows))
 
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     """Of both products of the gradient: dx has the rows of x, dweight those of weight."""
-    return _fitting(call, _bucket(call.weight.rows if not call.has("dx") else call.x.rows))
+    rows = call.x.rows if call.has("dx") else call.weight.rows
+    return _fitting(call, _bucket(rows), _bucket(call.x.columns))
 
 
-def _fitting(call: Call, rows: int) -> tuple[Config, ...]:
-    """Tiles for so many rows of output. Rows count by the power of two above them, as in a call class."""
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """The same for TileLang: `threads` a block and `stages`. What has fewer rows than a tile wastes the rest of it."""
+    if call.x.dtype == torch.float32:
+        wanted: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
+    else:
+        rows = _bucket(call.x.rows)
+        wanted = TILES if rows > 64 else (TILES[-1], TILES[1])
+    found = _deepest(wanted, _shared(call.device) * 1024, call.x.dtype.itemsize)
+    return tuple(Config(m=m, n=n, k=k, group=8, threads=32 * warps, stages=stages) for m, n, k, warps, stages in found)
+
+
+def _fitting(call: Call, rows: int, columns: int) -> tuple[Config, ...]:
+    """Tiles for so many rows and columns of output, which count by the power of two above, as in a call class."""
     itemsize = call.x.dtype.itemsize
     if call.x.dtype == torch.float32:
         wanted = SINGLE if rows > 32 else (SINGLE[-1], *SINGLE[:-1])
@@ -54,6 +68,7 @@ def _fitting(call: Call, rows: int) -> tuple[Config, ...]:
         wanted = FEW
     else:
         wanted = NARROW if rows <= 64 else (*WIDE, *NARROW[:2])
+    wanted = tuple(shape for shape in wanted if shape[1] <= max(columns, 64))
     room = _shared(call.device) * 1024
     return tuple(
         Config(m=m, n=n, k=k, group=8, num_warps=warps, num_stages=stages)

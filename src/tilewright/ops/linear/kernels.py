@@ -1,4 +1,4 @@
-"""The kernels of the linear family, as data: one declaration each. Nothing here imports Triton."""
+"""The kernels of the linear family, as data: one declaration each. Nothing here imports Triton or TileLang."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ TRITON_KERNELS = [
     ),
 ]
 
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=(unit_stride(*dense), row_levels(*rows))),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op, function, dense, rows in (
+        ("linear", "forward", ("x", "weight", "bias", "residual"), ("x", "residual")),
+        ("linear_backward", "backward", ("x", "weight", "z"), ("dy", "x", "z")),
+    )
+]
+
 VENDOR_KERNELS = [
     Kernel(
         "linear",
@@ -49,4 +64,4 @@ VENDOR_KERNELS = [
     ),
 ]
 
-KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

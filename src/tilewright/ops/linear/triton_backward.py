@@ -16,7 +16,7 @@ from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.triton_functions import chain
 from tilewright.ops.linear.triton_tiles import operand, places, product, row_starts, tile_of
 
-ROWS, COLUMNS = 32, 128
+ROWS, COLUMNS = 16, 128
 """A tile of the pass that makes dz."""
 MOST_GROUPS = 64
 """Of rows, with a partial sum each: enough programs for a wide dy, few enough to add up quickly."""
@@ -102,18 +102,23 @@ def weight_gradient(
     rows = first_row + tl.arange(0, M)
     columns = first_column + tl.arange(0, N)
     row_inside, column_inside = rows < total_rows, columns < total_columns
-    dz_columns = rows if DZ_UNIT else rows * dz_step
+    steps = tl.arange(0, K).to(tl.int64)
+    dz_columns = (rows if DZ_UNIT else rows * dz_step)[:, None]
+    a = dz + dz_columns + (steps * dz_stride)[None, :]
+    b = x + (steps * x_stride)[:, None] + columns[None, :]
     total = tl.zeros([M, N], tl.float32)
     for start in tl.range(0, depth, K):
-        steps = start + tl.arange(0, K).to(tl.int64)
-        inside = steps < depth
-        dz_rows = row_starts(steps, dz_stride, dz_outer, dz_count, DZ_INNER)
-        x_rows = row_starts(steps, x_stride, x_outer, x_count, X_INNER)
+        inside = steps < depth - start
+        if DZ_INNER:
+            a = dz + dz_columns + row_starts(start + steps, dz_stride, dz_outer, dz_count, True)[None, :]
+        if X_INNER:
+            b = x + row_starts(start + steps, x_stride, x_outer, x_count, True)[:, None] + columns[None, :]
         down = row_inside[:, None] if EVEN else inside[None, :] & row_inside[:, None]
         across = column_inside[None, :] if EVEN else inside[:, None] & column_inside[None, :]
-        left = operand(dz + dz_rows[None, :] + dz_columns[:, None], down, not (EVEN and EVEN_M))
-        right = operand(x + x_rows[:, None] + columns[None, :], across, not (EVEN and EVEN_N))
+        left, right = operand(a, down, not (EVEN and EVEN_M)), operand(b, across, not (EVEN and EVEN_N))
         total = product(left, right, total)
+        a += K * dz_stride
+        b += K * x_stride
     mask = row_inside[:, None] & column_inside[None, :]
     tl.store(dweight + rows[:, None] * total_columns + columns[None, :], total.to(dweight.dtype.element_ty), mask=mask)
 
