@@ -127,6 +127,7 @@ def pointwise(
     ):  # fmt: skip
         with T.Kernel(blocks, groups, threads=threads) as (block, group):
             total = T.alloc_fragment((threads,), "float32")
+            first, row = T.alloc_var("int64"), T.alloc_var("int64")
             first = T.Cast("int64", block) * threads
             T.clear(total)
             for step in T.serial(group_rows):
