@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -121,6 +122,26 @@ def test_the_gradients_side_is_checked_too(changes: dict[str, Any], words: str) 
     with pytest.raises(TilewrightError, match="op double does not agree with itself") as caught:
         declaration.check_gradient(declare(**changes), backward)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("taken", ["key", "plan", "deterministic"])
+def test_names_that_the_entry_needs_for_itself_are_refused(taken: str) -> None:
+    """It is generated text: an option of such a name would be overwritten where the call is looked up."""
+
+    def toy(x: Tensor, *, eps: float = 1.0) -> Tensor:
+        return x * eps
+
+    toy.__name__ = "toy_with_a_taken_name"
+    toy.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("x", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            inspect.Parameter(taken, inspect.Parameter.KEYWORD_ONLY, default=1.0),
+        ]
+    )
+    toy.__annotations__ = {"x": "Tensor", taken: "float", "return": "Tensor"}
+    probes = Probes(dims={"x": "M C"})
+    with pytest.raises(TilewrightError, match=f"{taken} is a name of the entry's own"):
+        declare_op(**{**GOOD, "probes": probes, "gradient": None})(toy)
 
 
 def test_a_refused_declaration_can_be_mended_and_made_again() -> None:

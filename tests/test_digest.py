@@ -78,3 +78,8 @@ def test_two_kernels_of_one_name_are_refused():
     with pytest.raises(TilewrightError, match="declared twice"):
         registry.add_kernels([labelled, Kernel("rms_norm", "triton", "third:place", label="other")])
     assert known in registry.kernels_of("rms_norm") and labelled not in registry.kernels_of("rms_norm")
+
+
+def test_what_families_share_belongs_to_their_kernels():
+    files = {path.name for path in _sources("tilewright.ops.loss.triton")}
+    assert {"triton.py", "configs.py", "triton_rows.py"} <= files and "kernel.py" not in files

@@ -27,8 +27,11 @@ def shape_of(call: Call) -> TensorFacts:
 
 
 def is_flat(call: Call) -> bool:
-    """Whether everything lies in memory as one dense run, so that rows do not matter."""
-    return all(facts.contiguous and facts.shape == shape_of(call).shape for facts in inputs_of(call).values())
+    """Whether everything lies in memory as one dense run, so that rows do not matter: to a mask, drawn by row and
+    column, they do."""
+    shape = shape_of(call).shape
+    dense = all(facts.contiguous and facts.shape == shape for facts in inputs_of(call).values())
+    return dense and "p" not in call.options
 
 
 def gate_of(call: Call) -> str:
@@ -51,20 +54,12 @@ def _width(n: int) -> int:
 def triton_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `block` columns and `rows` rows a tile; `num_warps`; `per_sm` programs a multiprocessor where rows are
     summed."""
-    return _cut(call, is_flat(call), ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (4, 1, 16)))
-
-
-def dropout_configs(call: Call) -> tuple[Config, ...]:
-    """The same; a mask is drawn by row and column, so rows always matter, and four columns at once."""
-    return _cut(call, False, ((4, 1, 1), (4, 2, 1), (8, 1, 1), (8, 2, 1), (2, 2, 1)))
-
-
-def _cut(call: Call, flat: bool, ways: tuple[tuple[int, int, int], ...]) -> tuple[Config, ...]:
-    shape = shape_of(call)
+    shape, flat = shape_of(call), is_flat(call)
     lanes = 16 // shape.dtype.itemsize
     found = []
-    for warps, depth, per_sm in ways:
+    for warps, depth, per_sm in ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (2, 1, 16)):
         elements = 32 * warps * lanes * depth
+        # four columns at least: a mask is drawn for as many at once
         block = elements if flat else min(max(4, _width(shape.columns)), elements)
         if shape.columns % block and block > 32 * lanes:  # a block that divides the row leaves no thread idle
             block = next((b for b in (block, block // 2, block // 4) if shape.columns % b == 0), block)

@@ -22,7 +22,7 @@ TRITON_KERNELS = [
         "triton",
         f"{_HERE}.triton_{module}:{function}",
         Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
-        configs.dropout_configs if module == "dropout" else configs.triton_configs,
+        configs.triton_configs,
     )
     for op, module, function in PASSES
 ]

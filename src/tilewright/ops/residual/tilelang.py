@@ -81,8 +81,7 @@ def _dropout(
 
 def _shared(call: Call, config: Config, **tensors: TensorFacts) -> tuple[dict[str, Argument], dict[str, Any]]:
     """The arguments and constants by which the tensors are read."""
-    shape, vec = shape_of(call), tilelang_vector(call)
-    flat = is_flat(call) and "p" not in call.options  # a mask is drawn by row and column
+    shape, flat, vec = shape_of(call), is_flat(call), tilelang_vector(call)
     columns = shape.numel if flat else shape.columns
     args: dict[str, Argument] = {"row_vectors": columns // vec}
     constants: dict[str, Any] = {"dtype": NAMES[shape.dtype], "flat": flat, "vec": vec}
