@@ -42,16 +42,19 @@ def vector(facts: TensorFacts) -> int:
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `bags` and `block` columns a program; `ahead` rows of each bag under way; `num_warps`."""
+    """Keys: `bags` and `block` columns a program; `split` parts of a bag side by side; `ahead` rows of each under way;
+    `num_warps`."""
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
-    found = []
-    wanted = [(4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 16)]
-    if bags <= 8 * call.device.multiprocessors:  # the time of one bag counts
-        wanted = wanted[::-1]
-    for warps, accesses, ahead in wanted:
-        rows, block = _tile(weight.columns, 32 * warps * accesses * vector(weight), bags)
-        found.append(Config(bags=rows, block=block, ahead=ahead, num_warps=warps))
+    found: list[Config] = []
+    wanted = [(4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 8)]
+    few = bags <= 4 * call.device.multiprocessors  # the time of one bag counts
+    for warps, accesses, ahead in [(8, 1, 4), (4, 1, 4), *wanted] if few else wanted:
+        elements = 32 * warps * accesses * vector(weight)
+        rows, block = _tile(weight.columns, elements, 64)
+        warps = max(warps, min(8, block // (64 * vector(weight))))  # a thread holds two vectors of a wide row at most
+        split = min(rows, power_of_2_at_least(call.indices.columns)) if few and len(found) < 2 else 1
+        found.append(Config(bags=min(rows // split, bags), split=split, block=block, ahead=ahead, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
 
@@ -84,8 +87,8 @@ MOST_PROGRAMS = 1 << 30
 def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program takes one bag, or one row of the table."""
     facts = call.weight if "dweight" in call.tensors else call.indices
-    blocks = -(-call.weight.columns // 32)
-    if facts.rows * blocks > MOST_PROGRAMS:
+    blocks = power_of_2_at_least(-(-call.weight.columns // 32))
+    if power_of_2_at_least(facts.rows) * blocks > MOST_PROGRAMS:
         yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_PROGRAMS // blocks}")
 
 

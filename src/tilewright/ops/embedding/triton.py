@@ -1,8 +1,8 @@
 """How Triton runs embedding_bag_mean: a few bags and a block of columns a program, one row of each bag at a time.
 
 A thread keeps its columns of a bag's sum in registers from the first id to the last, so that nothing is exchanged
-between threads and the order of the sum is that of the ids. `AHEAD` rows of each bag are asked for before the first is
-added. The gradient is in `triton_backward`.
+between threads and the order of the sum is that of the ids. `AHEAD` rows are asked for before the first is added. Where
+bags are few, `SPLIT` parts of each are summed side by side and added at the end. The gradient is in `triton_backward`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ def bag_mean(
     weight, indices, out, count, weight_stride, indices_stride, indices_outer, indices_inner, step, total_bags, ids,
     total_columns, table_rows, padding,
     HAS_PADDING: tl.constexpr, NAN: tl.constexpr, SAVE: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr,
-    EVEN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, BAGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = the mean over each bag; count = how many of its ids count, if SAVE. NAN: a bad id makes its bag NaN."""
     blocks = tl.cdiv(total_columns, BLOCK)
     program = tl.program_id(0).to(tl.int64)
-    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
+    parts = tl.arange(0, BAGS * SPLIT).to(tl.int64)
+    bags = (program // blocks) * BAGS + parts // SPLIT
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
     first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
-    total = tl.zeros([BAGS, BLOCK], tl.float32)
-    counted = tl.zeros([BAGS], tl.int32)
-    spoilt = tl.zeros([BAGS], tl.int32)
-    for start in tl.range(0, ids, AHEAD):
+    total = tl.zeros([BAGS * SPLIT, BLOCK], tl.float32)
+    counted = tl.zeros([BAGS * SPLIT], tl.int32)
+    spoilt = tl.zeros([BAGS * SPLIT], tl.int32)
+    for start in tl.range(0, ids, AHEAD * SPLIT):
         for ahead in tl.static_range(AHEAD):  # independent loads: the compiler issues them before the first sum
-            place = start + ahead
+            place = start + ahead * SPLIT + parts % SPLIT
             inside = has_bag & (place < ids)
             # ids are one-dimensional up to here: in two dimensions every thread would load one for each of its columns
             one = tl.load(first + (place if UNIT else place * step), mask=inside, other=0).to(tl.int64)
@@ -64,6 +65,12 @@ def bag_mean(
             counted += counts.to(tl.int32)
             if NAN:
                 spoilt |= bad.to(tl.int32)
+    if SPLIT > 1:
+        total = tl.sum(tl.reshape(total, [BAGS, SPLIT, BLOCK]), axis=1)
+        counted = tl.sum(tl.reshape(counted, [BAGS, SPLIT]), axis=1)
+        spoilt = tl.max(tl.reshape(spoilt, [BAGS, SPLIT]), axis=1)
+        bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
+        has_bag = bags < total_bags
     many = counted.to(tl.float32)
     mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0)[:, None])
     if NAN:
@@ -118,6 +125,7 @@ def forward(call: Call, config: Config) -> Launch:
         "UNIT": indices.column_stride == 1,
         "EVEN": weight.columns % config.block == 0,
         "BAGS": config.bags,
+        "SPLIT": config.split,
         "BLOCK": config.block,
         "AHEAD": config.ahead,
     }

@@ -27,7 +27,7 @@ KEYS = 1024
 AHEAD = 2
 """Occurrences of each row that a program of `segment_sums` reads at a time: most rows have few."""
 SPLIT = 8
-"""Occurrences that a program of `chunk_sums` reads at a time."""
+"""Occurrences that a program of `chunk_sums` reads at a time, where the rows are not too wide for that."""
 
 
 @triton.jit(do_not_specialize=["total", "ids", "indices_inner", "table_rows", "padding"])
@@ -243,7 +243,7 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
                 (whole, blocks, 1),
                 {"dout": call.dout, "count": call["count"], "keys": in_order, "order": order, "partials": partials}
                 | rows,
-                {**constants, "SPLIT": SPLIT},
+                {**constants, "SPLIT": max(1, min(SPLIT, 4096 // config.block))},
             )
         )
     stages.append(
