@@ -171,7 +171,7 @@ def linear(
         derive=_keep_z,
     ),
     workloads=workloads.FEED_FORWARD,
-    rounding="dz to the dtype of x before the products; each output once",
+    rounding="dz to the dtype of x; each output once",
 )
 def linear_backward(
     dy: Tensor,
@@ -185,7 +185,7 @@ def linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `linear`: dz = dy * act'(z); dx = dz W; dweight = dz^T x; dbias = sum dz over the rows.
 
-    The products take dz rounded to the dtype of x, dbias as it is. The gradient of the residual is dy itself.
+    dz is rounded to the dtype of x, in which the products take it. The gradient of the residual is dy itself.
 
     Args:
         dy: [..., N], upstream gradient of y. Any strides.
@@ -202,10 +202,8 @@ def linear_backward(
         InvalidArgument: as `linear`; also an activation without z.
     """
     dz = upcast(dy) if z is None or act == "none" else chain(act, upcast(dy), upcast(z))
-    rows = _flat(dz)
+    rows = upcast(_flat(dz).to(x.dtype))
     dbias = rows.sum(0).to(bias.dtype) if needs[2] and bias is not None else None
-    if act != "none":
-        rows = upcast(rows.to(x.dtype))
     dx = torch.matmul(rows, upcast(weight)).reshape(x.shape).to(x.dtype) if needs[0] else None
     dweight = torch.matmul(rows.t(), _flat(upcast(x))).to(weight.dtype) if needs[1] else None
     return dx, dweight, dbias

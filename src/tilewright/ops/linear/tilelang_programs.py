@@ -141,10 +141,11 @@ def pointwise(
                                 value,
                                 f32(z[at(z_layout, 1, row, first + j, (z_inner, z_outer, z_stride, z_step))]),
                             )
+                        value = T.Cast(dtype, value)  # as the products take it
                         if makes_dz:
-                            dz[row * columns + first + j] = T.Cast(dtype, value)
+                            dz[row * columns + first + j] = value
                         if sums:
-                            total[j] += value
+                            total[j] += f32(value)
             if sums:
                 for j in T.Parallel(threads):
                     if first + j < columns:

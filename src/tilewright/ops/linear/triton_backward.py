@@ -1,6 +1,6 @@
 """How Triton runs the gradient of linear: dz with its column sums, then the two products, each a tile a program.
 
-With an activation dz is made once, in the dtype of x, and both products read it; without one they read dy. Column sums
+With an activation dz is made once, in the dtype of x, and all read it; without one they read dy. Column sums
 are two-stage in a fixed order, so dbias is the same bits every time.
 """
 
@@ -44,6 +44,7 @@ def pointwise_gradient(
         if ACT != "none":
             place = row_starts(rows, z_stride, z_outer, z_count, Z_INNER)[:, None] + columns[None, :]
             value = chain(value, tl.load(z + place, mask=mask, other=0.0).to(tl.float32), ACT)
+            value = value.to(z.dtype.element_ty).to(tl.float32)  # as the products take it
         if MAKES_DZ:
             made = rows[:, None] * total_columns + columns[None, :]
             tl.store(dz + made, value.to(dz.dtype.element_ty), mask=mask)

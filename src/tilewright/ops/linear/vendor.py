@@ -54,10 +54,7 @@ def one_kernel(call: Call) -> Iterable[Reason]:
 
 
 def plain_gradient(call: Call) -> Iterable[Reason]:
-    """aten has each derivative but one, and rounds dz before it is summed for the bias."""
-    if call.has("dbias") and call.act != "none" and call.x.dtype != torch.float32:
-        dtype = DTYPE_NAMES[call.x.dtype]
-        yield Reason("dbias", f"needed with act {call.act!r} in {dtype}: aten would sum a dz that is rounded")
+    """aten has each derivative but one."""
     if call.act == "relu2":
         yield Reason("act", "'relu2'; aten has no derivative of it")
 
