@@ -73,5 +73,5 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
         return tuple(Config(threads=threads, depth=depth) for threads, depth in wanted)
     return tuple(
         Config(threads=threads, depth=depth, per_sm=per_sm * 128 // threads or 1)
-        for (threads, depth), per_sm in zip(wanted, (12, 12, 8, 12), strict=False)
+        for (threads, depth), per_sm in zip(wanted, (8, 8, 8, 12), strict=False)
     )
