@@ -55,6 +55,12 @@ def {name}(self, {signature}, backend=None, _frozen=None):
         return plan({tensors})
     return through_node(self, ({tensors},), ({options}), backend)
 """
+_FIRST = """\
+def {name}(self, {signature}, backend=None, _frozen=None):
+    if is_compiling():
+        return through_node(self, ({tensors},), ({options}), backend)
+    return entry_of(self)(self, {tensors}, {named}backend=backend, _frozen=_frozen)
+"""
 # Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
 # tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
 _TENSOR_KEY = (
@@ -69,39 +75,12 @@ LOCALS = ("self", "backend", "grad", "plain", "level", "found", "given", "check"
 
 
 def install(op: Op[Any]) -> None:
-    """Give `op` its `__call__`, on a class of its own, and its torch.library node.
+    """Give `op` its `__call__`, on a class of its own, and its torch.library node. The entry is generated when it is
+    first called eagerly, since compiling all of them would be most of what importing the library costs.
 
     Raises:
         TilewrightError: a tensor or an option has a name that the entry needs for itself.
     """
-    required = [n for n in op.tensors if n not in op.optional]
-    optional = [n for n in op.tensors if n in op.optional]
-    given = f"({', '.join(op.tensors)},)"
-    if optional:
-        whole = " and ".join(f"{n} is not None" for n in optional)
-        given = f"{given} if {whole} else [t for t in {given} if t is not None]"
-    text = _ENTRY.format(
-        name=op.name,  # what Python calls it in its own errors
-        signature=_signature(op),
-        tensors=", ".join(op.tensors),
-        options="".join(f"{n}, " for n in op.options),
-        absent="".join(f"{n} is None, " for n in optional),
-        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
-        given=given,
-        nested=" or ".join(
-            f"{n}.is_nested" if n in required else f"{n} is not None and {n}.is_nested" for n in op.tensors
-        ),
-        addresses=" | ".join(
-            f"{n}.data_ptr()" if n in required else f"(0 if {n} is None else {n}.data_ptr())" for n in op.tensors
-        ),
-        exact=" and ".join(
-            [f"type({n}) in EXACT" for n in required] + [f"({n} is None or type({n}) in EXACT)" for n in optional]
-        ),
-        tensor_keys=", ".join(
-            _TENSOR_KEY.format(n=n) if n in required else f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})"
-            for n in op.tensors
-        ),
-    )
     scope: dict[str, Any] = {
         "EXACT": EXACT,
         "is_compiling": torch.compiler.is_dynamo_compiling,
@@ -120,17 +99,66 @@ def install(op: Op[Any]) -> None:
         "resolve": dispatch.resolve,
         "without_key": dispatch.without_key,
         "through_node": dispatch.through_node,
+        "entry_of": _entry_of,
         **{f"default_{name}": value for name, value in op.options.items()},
     }
     taken = [name for name in (*op.tensors, *op.options) if name in LOCALS or name in scope]
     if taken:
         raise TilewrightError(f"op {op.name}: {', '.join(taken)} is a name of the entry's own; choose another")
+    shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
+    first = _generated(op, scope, _FIRST.format(**_common(op), named="".join(f"{n}={n}, " for n in op.options)))
+    op.__class__ = type(op.name, (Op,), {"__call__": first, "__slots__": (), **shown})
+    node.define(op, dispatch.run_node)
+
+
+def _entry_of(op: Op[Any]) -> Callable[..., Any]:
+    """The whole entry, which takes the place of the first. Two threads may make it at once without harm."""
+    required = [n for n in op.tensors if n not in op.optional]
+    optional = [n for n in op.tensors if n in op.optional]
+    given = f"({', '.join(op.tensors)},)"
+    if optional:
+        whole = " and ".join(f"{n} is not None" for n in optional)
+        given = f"{given} if {whole} else [t for t in {given} if t is not None]"
+    text = _ENTRY.format(
+        **_common(op),
+        absent="".join(f"{n} is None, " for n in optional),
+        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
+        given=given,
+        nested=" or ".join(
+            f"{n}.is_nested" if n in required else f"{n} is not None and {n}.is_nested" for n in op.tensors
+        ),
+        addresses=" | ".join(
+            f"{n}.data_ptr()" if n in required else f"(0 if {n} is None else {n}.data_ptr())" for n in op.tensors
+        ),
+        exact=" and ".join(
+            [f"type({n}) in EXACT" for n in required] + [f"({n} is None or type({n}) in EXACT)" for n in optional]
+        ),
+        tensor_keys=", ".join(
+            _TENSOR_KEY.format(n=n) if n in required else f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})"
+            for n in op.tensors
+        ),
+    )
+    made = _generated(op, type(op).__call__.__globals__, text)
+    type(op).__call__ = made  # type: ignore[method-assign]
+    return made
+
+
+def _common(op: Op[Any]) -> dict[str, str]:
+    """What both entries say of the op. Its name is what Python calls them in its own errors."""
+    return {
+        "name": op.name,
+        "signature": _signature(op),
+        "tensors": ", ".join(op.tensors),
+        "options": "".join(f"{n}, " for n in op.options),
+    }
+
+
+def _generated(op: Op[Any], scope: dict[str, Any], text: str) -> Callable[..., Any]:
     file = f"<tilewright op {op.name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), scope)
-    shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
-    op.__class__ = type(op.name, (Op,), {"__call__": scope[op.name], "__slots__": (), **shown})
-    node.define(op, dispatch.run_node)
+    made: Callable[..., Any] = scope.pop(op.name)
+    return made
 
 
 def _signature(op: Op[Any]) -> str:
