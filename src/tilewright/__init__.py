@@ -5,6 +5,7 @@
 >>> print(tw.explain(tw.rms_norm, x, w))
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from tilewright import backends as _backends  # noqa: F401  first: kernels name their backends
@@ -24,7 +25,6 @@ from tilewright.core.errors import (
 from tilewright.core.evidence import install_isolated_prover as _install_isolated_prover
 from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
-from tilewright.models import patch, unpatch
 from tilewright.ops.activation import (
     bias_act,
     bias_act_backward,
@@ -85,6 +85,9 @@ _install_prover(_prove)
 _install_isolated_prover(_prove_apart)
 _install_comparer(_compare)
 
+if _TYPE_CHECKING:
+    from tilewright.models import patch, unpatch
+
 __all__ = [
     "CheckFailed",
     "InvalidArgument",
@@ -134,3 +137,13 @@ __all__ = [
     "unpatch",
     "use",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """What patches models is imported when it is first asked for."""
+    if name not in ("patch", "unpatch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tilewright import models
+
+    found = globals()[name] = getattr(models, name)
+    return found

@@ -19,7 +19,7 @@ Limit = Callable[[Call], Iterable[Reason]]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Target:
     """A range of devices: `cuda(80)` is sm_80 and later, `hip("gfx942")` that one, `cpu()` any CPU."""
 
@@ -53,7 +53,7 @@ def cpu() -> Target:
     return Target("cpu")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Capability:
     """Devices, dtypes, limits on shapes and strides, and features.
 

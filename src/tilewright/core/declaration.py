@@ -5,7 +5,9 @@ A slip in a name (of a probe, an option, a gradient) would otherwise show at the
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from tilewright.core.op import Op
 
 OPTION_TYPES = (float, int, bool, str)
+
+
+signature_of = functools.cache(inspect.signature)
+"""Of a reference or a definition: several places ask, when an op is declared."""
 
 
 def plain_type(kind: Any) -> tuple[Any, bool]:
@@ -31,11 +37,28 @@ def hints_of(reference: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         TilewrightError: a parameter has none.
     """
-    hints = typing.get_type_hints(reference)
-    bare = [name for name in inspect.signature(reference).parameters if name not in hints]
+    hints = {name: _hint(text, reference) for name, text in reference.__annotations__.items()}
+    bare = [name for name in signature_of(reference).parameters if name not in hints]
     if bare:
         raise _fault(reference.__name__, [f"parameter {name} has no type hint" for name in bare])
     return hints
+
+
+_hints: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""By text and what its words mean; these are kept, so that their ids stay theirs."""
+
+
+def _hint(text: Any, reference: Callable[..., Any]) -> Any:
+    """A hint, which is text under `from __future__ import annotations`. Ops share most of theirs, and importing the
+    library declares them all, so each is looked at once."""
+    if not isinstance(text, str):
+        return text
+    scope = reference.__globals__
+    meanings = [scope.get(word) for word in re.findall(r"\w+", text)]
+    key = (text, *map(id, meanings))
+    if key not in _hints:
+        _hints[key] = eval(text, scope), meanings
+    return _hints[key][0]
 
 
 def check(op: Op[Any]) -> None:
@@ -89,7 +112,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     yield from _unknown("probes.either", probes.either, op.tensors)
     for name, saved in op.saved.items():
         known = (*op.tensors, *op.options, *op.out)
-        yield from _unknown(f"saved {name}", inspect.signature(saved.define).parameters, known)
+        yield from _unknown(f"saved {name}", signature_of(saved.define).parameters, known)
     if op.gradient is not None:
         yield from _unknown("gradient.grads", op.gradient.grads, op.out)
         yield from _unknown("gradient.takes", op.gradient.takes.values(), (*op.tensors, *op.out, *op.saved))

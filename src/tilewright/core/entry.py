@@ -7,7 +7,6 @@ needs a gradient); then the exact key in a table; then `dispatch.resolve`. Whate
 
 from __future__ import annotations
 
-import inspect
 import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewright.core import dispatch, evidence, node, policy
+from tilewright.core.declaration import signature_of
 from tilewright.core.errors import TilewrightError
 from tilewright.core.op import Op
 
@@ -165,7 +165,7 @@ def _signature(op: Op[Any]) -> str:
     """The reference's own signature as text. Defaults of options are bound by name."""
     parts = []
     starred = False
-    for parameter in inspect.signature(op.reference).parameters.values():
+    for parameter in signature_of(op.reference).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
             starred = True

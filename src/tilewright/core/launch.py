@@ -70,7 +70,7 @@ class Scratch:
 Argument = TensorFacts | Scratch | int | float | bool | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Launch:
     """One kernel launch.
 
@@ -90,7 +90,7 @@ class Launch:
     kernel says itself where it waits (`griddepcontrol.wait`), before it touches memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TorchStep:
     """What torch does between two launches, where it does it best (a sort): `function(**args)` writes into the buffers
     that stand for facts and scratch. It must not wait for the device."""

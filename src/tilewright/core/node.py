@@ -170,12 +170,11 @@ def refuse_inputs(op: Op[Any], tensors: Sequence[Any]) -> None:
 
 
 def _autograd(op: Op[Any]) -> Callable[..., Any]:
-    below = getattr(torch.ops.tilewright, op.name).default
-
     def autograd(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
         inputs = _padded(op, tensors)
         wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if not wants:
+            below = getattr(torch.ops.tilewright, op.name).default
             with torch._C._AutoDispatchBelowAutograd():
                 return below(*inputs, **options, backend=backend)
         if op.gradient is not None:

@@ -42,7 +42,7 @@ def needed(index: int, rule: OutRule) -> OutRule:
     return lambda t, o: rule(t, o) if o["needs"][index] else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Saved:
     """What forward keeps for backward beside inputs and outputs: its output rule, and its definition in torch. The
     definition's parameters name inputs, outputs and options of the op. `optional`: some calls do not save it; both rule
@@ -53,7 +53,7 @@ class Saved:
     optional: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gradient:
     """How an op's gradient is had from its backward op, by name.
 
@@ -87,7 +87,7 @@ class Gradient:
         return {name for n in self.gives if n not in absent for name in self.names(n)}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Op(Generic[R]):
     """A logical operator. Call it like its reference, with `backend=` to pin one.
 
@@ -122,7 +122,7 @@ class Op(Generic[R]):
 
     def __post_init__(self) -> None:
         hints = declaration.hints_of(self.reference)
-        parameters = inspect.signature(self.reference).parameters.values()
+        parameters = declaration.signature_of(self.reference).parameters.values()
         is_tensor = {p.name: p.kind is not p.KEYWORD_ONLY for p in parameters}
         self.tensors = tuple(name for name, yes in is_tensor.items() if yes)
         self.optional = frozenset(n for n in self.tensors if type(None) in typing.get_args(hints[n]))
@@ -160,7 +160,7 @@ class Op(Generic[R]):
         if saving:
             known = {**tensors, **options, **dict(zip(self.out, outputs, strict=True))}
             for saved in self.saved.values():
-                names = inspect.signature(saved.define).parameters
+                names = declaration.signature_of(saved.define).parameters
                 outputs.append(saved.define(**{n: known[n] for n in names}))
         return outputs
 
@@ -214,7 +214,7 @@ def _by_name(name: str) -> Op[Any]:
 
 
 def _public_signature(reference: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(reference)
+    signature = declaration.signature_of(reference)
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
     return signature.replace(parameters=[*signature.parameters.values(), backend])
 

@@ -22,7 +22,7 @@ class Extent:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Probes:
     """How to make inputs of an op.
 
@@ -125,7 +125,7 @@ class Probes:
         return int(word) if word.isdigit() else extent.sizes[word]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Workload:
     """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes
     and options where they differ from the usual."""

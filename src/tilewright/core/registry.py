@@ -35,7 +35,7 @@ import lock and adds what it declares."""
 _plugins_begun = _plugins_loaded = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoadFailure:
     """A plug-in that could not be loaded, and why."""
 

@@ -27,7 +27,7 @@ log = logging.getLogger("tilewright")
 """Eager calls minimise the whole call, compiled graphs and CUDA graphs the kernels alone."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Candidate:
     """One kernel, weighed: the config it would run with, and why it would not. `rank` orders the untimed."""
 
@@ -47,7 +47,7 @@ class Candidate:
         return self.kernel.backend
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Selection:
     """The decision for one call class. `candidates` are in the order in which they would be chosen."""
 
