@@ -85,6 +85,17 @@ _install_prover(_prove)
 _install_isolated_prover(_prove_apart)
 _install_comparer(_compare)
 
+
+def __getattr__(name: str) -> _Any:
+    """What patches models is imported when it is first asked for."""
+    if name not in ("patch", "unpatch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tilewright import models
+
+    found = globals()[name] = getattr(models, name)
+    return found
+
+
 if _TYPE_CHECKING:
     from tilewright.models import patch, unpatch
 
@@ -137,13 +148,3 @@ __all__ = [
     "unpatch",
     "use",
 ]
-
-
-def __getattr__(name: str) -> _Any:
-    """What patches models is imported when it is first asked for."""
-    if name not in ("patch", "unpatch"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tilewright import models
-
-    found = globals()[name] = getattr(models, name)
-    return found
