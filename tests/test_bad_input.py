@@ -164,7 +164,7 @@ def test_explain_takes_ops_and_their_names_and_nothing_else() -> None:
     assert str(tw.explain("rms_norm", x)) == str(tw.explain(tw.rms_norm, x))
     with pytest.raises(tw.UnknownName, match="rms_norm"):
         tw.explain("rmsnorm", x)
-    with pytest.raises(tw.InvalidArgument, match="is no op; one of .*rms_norm"):
+    with pytest.raises(tw.InvalidArgument, match=r"is no op; one of .*rms_norm"):
         tw.explain(torch.nn.functional.rms_norm, x)  # type: ignore[arg-type]
 
 
