@@ -9,21 +9,12 @@ from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.activation.tilelang_programs import F32, activation, at, constant, f32, load_tile, slope, tile
+from tilewright.ops.activation.tilelang_programs import F32, activation, at, chain, f32, load_tile, tile
 
 
 def result(kind: str, value: Any) -> Any:
     """act(value)."""
     return activation(kind, value) if kind else value
-
-
-def gradient(kind: str, d: Any, g: Any) -> Any:
-    """d * act'(g). A rectifier selects, and does not multiply by 0."""
-    if kind == "relu":
-        return T.if_then_else(g <= constant(0.0), constant(0.0), d)
-    if kind == "relu2":
-        return T.if_then_else(g <= constant(0.0), constant(0.0), d * (constant(2.0) * g))
-    return d * slope(kind, g)
 
 
 def place_of(block: Any, row_vectors: Any, chunk: int) -> tuple[Any, Any]:
@@ -153,7 +144,7 @@ def backward(
                             g = g + biases[j]
                         if residual_layout is not None:
                             g = g + f32(residuals[j])
-                        value = gradient(kind, f32(dys[j]), g)
+                        value = chain(kind, f32(dys[j]), g)
                     ds[j] = value
                 if needs_dx:
                     for j in T.Parallel(vec * chunk):

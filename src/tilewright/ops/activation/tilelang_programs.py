@@ -51,9 +51,6 @@ def activation(kind: str, g: Any) -> Any:
         return T.if_then_else(g < constant(0.0), constant(0.0), g if kind == "relu" else g * g)
     if kind == "silu":
         return g * logistic(g)
-    if kind in ("relu", "relu2"):
-        r = T.if_then_else(g < constant(0.0), constant(0.0), g)  # NaN is not below zero, and stays
-        return r if kind == "relu" else r * r
     return g * logistic(inner(g)) if kind == "gelu_tanh" else g * normal_cdf(g)
 
 
