@@ -185,7 +185,6 @@ def benchmarks(part: Part, options: argparse.Namespace) -> bool:
             bench,
             [op],
             shapes=[shape],
-            dtypes=[torch.bfloat16],
             passes=[name],
             backends=options.backends,
             peers=options.peers,

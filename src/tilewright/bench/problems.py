@@ -130,7 +130,8 @@ def problems(
     """Every problem of `ops` (all that are not gradients, by default).
 
     Without shapes: the workloads of each op whose names contain one of `workloads`, in any case. Without dtypes: the
-    workload's own, bf16 for a shape. The name of a gradient op stands for the backward of the ops that it serves.
+    workload's own, bf16 for a shape that is no workload's. The name of a gradient op stands for the backward of the ops
+    that it serves.
 
     Raises:
         UnknownName: an op or workload that does not exist.
@@ -159,10 +160,7 @@ def _sizes(
 ) -> list[tuple[str, tuple[int, ...], torch.dtype, Mapping[str, Any]]]:
     known: dict[tuple[int, ...], Workload] = {w.shape: w for w in op.workloads}
     if shapes:
-        return [
-            (w.name, s, torch.bfloat16, w.options) if (w := known.get(s)) else ("", s, torch.bfloat16, {})
-            for s in shapes
-        ]
+        return [(w.name, s, w.dtype, w.options) if (w := known.get(s)) else ("", s, torch.bfloat16, {}) for s in shapes]
     picked = [w for w in op.workloads if not workloads or any(name.lower() in w.name.lower() for name in workloads)]
     if workloads and not picked:
         raise UnknownName(f"workload of {op.name}", workloads[0], [w.name for w in op.workloads])
