@@ -232,13 +232,13 @@ class _Bench:
         if not problem.backward:
             tensors = [first[n] for n in problem.op.tensors]
             with torch.no_grad():
-                run: Run = partial(problem.op, *tensors, backend=name, **problem.options)
+                run: Run = partial(problem.op, *tensors, backend=name, **problem.given_options)
                 return measure.call_time(run, problem.device).median
         owner = problem.owner
         # forward by the definition, so that only the backward is this backend's; a preference, not a pin, reaches it
         with policy.use("reference", ops=[owner]), policy.use(name, ops=[problem.op], strict=True):
             run = gradient_of(
-                problem, lambda leaves: owner(*(leaves[n] for n in owner.tensors), **problem.options), first, 0
+                problem, lambda leaves: owner(*(leaves[n] for n in owner.tensors), **problem.given_options), first, 0
             )
         return measure.call_time(run, problem.device).median
 

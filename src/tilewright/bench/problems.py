@@ -6,6 +6,7 @@ no cache holds. How they are timed is in `measure.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from tilewright.core.call import Call
 from tilewright.core.device import Device, device_of
 from tilewright.core.errors import InvalidArgument, UnknownName
 from tilewright.core.op import Op
-from tilewright.core.probes import Workload
+from tilewright.core.probes import Maker, Workload
 from tilewright.verify.cases import make_inputs
 
 Tensors = dict[str, Tensor | None]
@@ -38,6 +39,8 @@ class Problem:
     workload: str
     device: torch.device
     options: dict[str, Any] = field(default_factory=dict)
+    makers: Mapping[str, Maker] = field(default_factory=dict)
+    """Of the workload's own ids and the like."""
 
     @property
     def op(self) -> Op[Any]:
@@ -73,11 +76,17 @@ class Problem:
             found["needs"] = tuple(name in wanted for name in self.op.out)
         return found
 
+    @cached_property
+    def given_options(self) -> dict[str, Any]:
+        """What a caller of `owner` writes down: its own options, and those that have no default."""
+        wanted = {n: v for n, v in self.owner.usual.items() if self.owner.options[n] is inspect.Parameter.empty}
+        return {**wanted, **self.options}
+
     def inputs(self, seed: int = 0) -> Tensors:
         """One set of the timed op's tensors."""
         return make_inputs(
             self.op, self.op.probes.extent(self.shape), self.dtype,
-            options=self.timed_options, absent=self._absent_here(), seed=seed, device=self.device,
+            options=self.timed_options, absent=self._absent_here(), seed=seed, device=self.device, makers=self.makers,
         )  # fmt: skip
 
     def leaves(self, seed: int = 0) -> Tensors:
@@ -87,6 +96,7 @@ class Problem:
         made = make_inputs(
             self.owner, self.owner.probes.extent(self.shape), self.dtype,
             options={**self.owner.usual, **self.options}, absent=self.absent, seed=seed, device=self.device,
+            makers=self.makers,
         )  # fmt: skip
         return {n: t.requires_grad_() if t is not None and n in gradient.gives else t for n, t in made.items()}
 
@@ -144,24 +154,26 @@ def problems(
         served = registry.served_by(name)
         chosen += [(o, ("backward",)) for o in served] or [(op, passes)]
     for op, wanted in chosen:
-        for name, shape, usual, options in _sizes(op, workloads, shapes):
+        for shape, workload in _wanted(op, workloads, shapes):
             if not shape or min(shape) < 1:
                 raise InvalidArgument("bench", "shape", "x".join(map(str, shape)), "rows and columns: 8192x4096")
-            for dtype in dtypes or (usual,):
+            for dtype in dtypes or (workload.dtype,):
                 for one in wanted:
                     if one == "backward" and op.gradient is None:
                         continue
-                    found.append(Problem(op, one == "backward", shape, dtype, name, device, dict(options)))
+                    more = (workload.name, device, dict(workload.options), workload.values)
+                    found.append(Problem(op, one == "backward", shape, dtype, *more))
     return found
 
 
-def _sizes(
-    op: Op[Any], workloads: Sequence[str], shapes: Sequence[tuple[int, ...]]
-) -> list[tuple[str, tuple[int, ...], torch.dtype, Mapping[str, Any]]]:
-    known: dict[tuple[int, ...], Workload] = {w.shape: w for w in op.workloads}
+def _wanted(
+    op: Op[Any], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], Workload]]:
+    """The op's workloads that are asked for; a shape that none has comes with a nameless one."""
     if shapes:
-        return [(w.name, s, w.dtype, w.options) if (w := known.get(s)) else ("", s, torch.bfloat16, {}) for s in shapes]
-    picked = [w for w in op.workloads if not workloads or any(name.lower() in w.name.lower() for name in workloads)]
-    if workloads and not picked:
-        raise UnknownName(f"workload of {op.name}", workloads[0], [w.name for w in op.workloads])
-    return [(w.name, w.shape, w.dtype, w.options) for w in picked]
+        known = [(s, [w for w in op.workloads if w.shape == s] or [Workload("", 0, 0)]) for s in shapes]
+        return [(shape, workload) for shape, same in known for workload in same]
+    picked = [w for w in op.workloads if not names or any(name.lower() in w.name.lower() for name in names)]
+    if names and not picked:
+        raise UnknownName(f"workload of {op.name}", names[0], [w.name for w in op.workloads])
+    return [(w.shape, w) for w in picked]

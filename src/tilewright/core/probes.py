@@ -127,8 +127,8 @@ class Probes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Workload:
-    """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes
-    and options where they differ from the usual."""
+    """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes,
+    options and makers of `Probes.values` where they differ from the usual."""
 
     name: str
     rows: int
@@ -136,6 +136,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     sizes: Shape = ()
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    values: Mapping[str, Maker] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> Shape:

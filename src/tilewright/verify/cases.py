@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.op import Op
-from tilewright.core.probes import Extent
+from tilewright.core.probes import Extent, Maker
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
@@ -78,8 +78,10 @@ def make_inputs(
     layouts: Mapping[str, str] | None = None,
     values: str = "normal",
     forms: Mapping[str, str] | None = None,
+    makers: Mapping[str, Maker] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances."""
+    """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances. `makers` are a
+    workload's own for what is no plain number."""
     extent = size if isinstance(size, Extent) else Extent(tuple(size[:-1]), size[-1], dict(op.probes.sizes))
     layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
     found: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def make_inputs(
         shape = probes.shape(name, extent, (forms or {}).get(name))
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         if name in probes.values:
-            tensor = probes.values[name](shape, generator, device, extent.sizes)
+            tensor = {**probes.values, **(makers or {})}[name](shape, generator, device, extent.sizes)
             tensor = tensor.to(dtypes.get(name, tensor.dtype))
         else:
             kind = values if probes.is_rows(name) else "normal"

@@ -88,12 +88,13 @@ def act_terms(kind: str, g: Tensor) -> Tensor:
 
 
 def derivative_terms(kind: str, g: Tensor) -> Tensor:
-    """The absolute terms of act'(g), as `act_terms`. From |g| = 8 on the second term of a GELU is 0 in float32."""
+    """The absolute terms of act'(g), as `act_terms`; of silu too with the rounding of the exponential's argument. From
+    |g| = 8 on the second term of a GELU is 0 in float32."""
     size = g.abs()
     if kind in ("none", "relu", "relu2"):
         return derivative(kind, g).abs()
     if kind == "silu":
-        return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size)
+        return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size).square()
     near = size.clamp(max=8.0)
     if kind == "gelu_tanh":
         t = torch.tanh(_inner(g) / 2)

@@ -1,7 +1,6 @@
 """How a call of the embedding family is cut into programs and threads, best guess first. Needs no Triton or TileLang.
 
-A gather only waits for memory: a guess is about 16 bytes a thread and access, and about enough rows under way. Nothing
-here was measured yet.
+A gather only waits for memory: a guess is about 16 bytes a thread and access, and about enough rows under way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
     found: list[Config] = []
-    wanted = [(4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 8)]
+    wanted = [(4, 2, 4), (4, 1, 4), (8, 2, 4), (4, 1, 8), (2, 1, 8), (1, 1, 8)]
     few = bags <= 4 * call.device.multiprocessors  # the time of one bag counts
     for warps, accesses, ahead in [(8, 1, 4), (4, 1, 4), *wanted] if few else wanted:
         elements = 32 * warps * accesses * vector(weight)
@@ -62,7 +61,7 @@ def sorted_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `rows` and `block` columns a program; `chunk` occurrences that one program adds up; `num_warps`."""
     weight: TensorFacts = call.weight
     found = []
-    for warps, accesses, chunk in ((4, 2, 64), (4, 1, 64), (4, 4, 64), (2, 2, 64), (1, 2, 32), (4, 2, 256)):
+    for warps, accesses, chunk in ((4, 1, 64), (8, 1, 64), (2, 1, 64), (4, 2, 64), (1, 2, 32), (4, 1, 256)):
         elements = 32 * warps * accesses * vector(call.dout)
         rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
         found.append(Config(rows=rows, block=block, chunk=chunk, num_warps=warps))

@@ -67,7 +67,7 @@ def bag_share(
     dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_inner, dout_step,
     LEVELS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """dout / count of the bags at `position` of the sorted order, in float32; 0 where `mask` says so."""
+    """dout * (1 / count) of the bags at `position` of the sorted order, in float32; 0 where `mask` says so."""
     occurrence = tl.load(order + position, mask=inside, other=0)
     if NARROW:  # a division of 32 bits costs half of one of 64
         bag = (occurrence.to(tl.int32) // ids.to(tl.int32)).to(tl.int64)
@@ -76,8 +76,7 @@ def bag_share(
     many = tl.load(count + bag, mask=inside, other=1.0)
     place = row_start(bag, dout_stride, dout_outer, dout_inner, LEVELS)[:, None]
     place += (columns if UNIT else columns.to(tl.int64) * dout_step)[None, :]
-    share = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.math.div_rn(share, tl.zeros_like(share) + many[:, None])
+    return tl.load(dout + place, mask=mask, other=0.0).to(tl.float32) * (1.0 / many)[:, None]
 
 
 @triton.jit(do_not_specialize=["ids", "dout_inner", "table_rows"])
@@ -136,10 +135,12 @@ def segment_sums(
                 dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_inner,
                 dout_step, LEVELS, UNIT, NARROW,
             )  # fmt: skip
-    for chunk in tl.range(0, tl.max(chunks, axis=0)):
-        inside = chunk < chunks
-        mask = inside[:, None] if EVEN else inside[:, None] & has_column
-        total += tl.load(partials + ((first + chunk) * total_columns)[:, None] + columns[None, :], mask=mask, other=0.0)
+    if partials is not None:
+        for chunk in tl.range(0, tl.max(chunks, axis=0)):
+            inside = chunk < chunks
+            mask = inside[:, None] if EVEN else inside[:, None] & has_column
+            place = ((first + chunk) * total_columns)[:, None] + columns[None, :]
+            total += tl.load(partials + place, mask=mask, other=0.0)
     mask = has_row[:, None] if EVEN else has_row[:, None] & has_column
     tl.store(
         dweight + (rows * total_columns)[:, None] + columns[None, :], total.to(dweight.dtype.element_ty), mask=mask
@@ -163,7 +164,7 @@ def bag_scatter(
     place += (columns if UNIT else columns * dout_step)[None, :]
     share = tl.load(dout + place, mask=has_bag[:, None] & has_column, other=0.0).to(tl.float32)
     many = tl.maximum(tl.load(count + bags, mask=has_bag, other=1.0), 1.0)
-    share = tl.math.div_rn(share, tl.zeros_like(share) + many[:, None])
+    share *= (1.0 / many)[:, None]
     first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
     for one in tl.range(0, ids):
         row = tl.load(first + one * step, mask=has_bag, other=0).to(tl.int64)

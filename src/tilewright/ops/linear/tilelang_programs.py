@@ -126,10 +126,11 @@ def pointwise(
         rows: T.int64, columns: T.int64, group_rows: T.int32, blocks: T.int32, groups: T.int32,
     ):  # fmt: skip
         with T.Kernel(blocks, groups, threads=threads) as (block, group):
-            total = T.alloc_fragment((threads,), "float32")
             first, row = T.alloc_var("int64"), T.alloc_var("int64")
             first = T.Cast("int64", block) * threads
-            T.clear(total)
+            if sums:
+                total = T.alloc_fragment((threads,), "float32")
+                T.clear(total)
             for step in T.serial(group_rows):
                 row = T.Cast("int64", group) * group_rows + step
                 for j in T.Parallel(threads):

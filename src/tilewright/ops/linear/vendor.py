@@ -1,8 +1,13 @@
-"""What torch itself has of the linear family: aten's addmm, with cuBLASLt's epilogues where it has them."""
+"""What torch itself has of the linear family: aten's addmm, with cuBLASLt's epilogues where it has them.
+
+torch lets cuBLAS add the parts of a split product in half precision unless told otherwise; the contract does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +20,42 @@ _aten = torch.ops.aten
 EPILOGUES = {"relu": False, "gelu_tanh": True}
 """Activations that `_addmm_activation` has on a GPU, and its `use_gelu` for them. Its GELU is the form with tanh there
 (on a CPU that with erf), as the values of the first check on each machine confirm."""
+
+
+_SWITCHES = tuple(
+    name
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    if hasattr(torch.backends.cuda.matmul, name)
+)
+_inside = threading.Lock()
+_depth = 0
+_allowed: list[str] = []
+
+
+@contextlib.contextmanager
+def summed_in_float32() -> Iterator[None]:
+    """Products accumulate in float32 inside, in the whole process: torch has one switch for all threads. The last
+    thread to leave puts back what the first one found."""
+    global _depth
+    matmul = torch.backends.cuda.matmul
+    with _inside:
+        _depth += 1
+        if _depth == 1:
+            _allowed[:] = [name for name in _SWITCHES if getattr(matmul, name)]
+            for name in _allowed:
+                setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        with _inside:
+            _depth -= 1
+            if not _depth:
+                for name in _allowed:
+                    setattr(matmul, name, True)
 
 
 def dense_rows(*names: str) -> Any:
@@ -65,12 +106,13 @@ def linear(
     outputs = weight.shape[0]
     rows, across = x.reshape(-1, x.shape[-1]), weight.t()
     added = bias if residual is None else residual.reshape(-1, outputs)
-    if added is None:
-        y = _aten.mm(rows, across)
-    elif act == "none":
-        y = _aten.addmm(added, rows, across)
-    else:
-        y = _aten._addmm_activation(added, rows, across, use_gelu=EPILOGUES[act])
+    with summed_in_float32():
+        if added is None:
+            y = _aten.mm(rows, across)
+        elif act == "none":
+            y = _aten.addmm(added, rows, across)
+        else:
+            y = _aten._addmm_activation(added, rows, across, use_gelu=EPILOGUES[act])
     y = y.reshape(*x.shape[:-1], outputs)
     return (y, None) if saving else (y,)
 
@@ -88,8 +130,9 @@ def linear_backward(
 ) -> tuple[Tensor | None, ...]:
     dz = (dy if z is None or act == "none" else _dz(act, dy, z)).reshape(-1, weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])
-    dx = _aten.mm(dz, weight).reshape(x.shape) if needs[0] else None
-    dweight = _aten.mm(dz.t(), rows) if needs[1] else None
+    with summed_in_float32():
+        dx = _aten.mm(dz, weight).reshape(x.shape) if needs[0] else None
+        dweight = _aten.mm(dz.t(), rows) if needs[1] else None
     dbias = dz.sum(0, dtype=bias.dtype) if needs[2] and bias is not None else None
     return dx, dweight, dbias
 

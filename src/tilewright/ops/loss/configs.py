@@ -43,7 +43,7 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
     width = logits.numel if is_flat(call) else logits.columns
     width = 1 << max(width - 1, 0).bit_length()
     found = []
-    for warps, depth, per_sm in ((4, 2, 8), (8, 2, 4), (4, 2, 16), (4, 1, 16), (8, 1, 8), (4, 4, 8)):
+    for warps, depth, per_sm in ((8, 1, 8), (4, 1, 16), (8, 2, 16), (4, 2, 16), (4, 4, 8)):
         elements = 32 * warps * vector * depth
         block = min(width, elements) if not is_flat(call) else elements
         rows = 1 if is_flat(call) else max(1, elements // block)

@@ -57,10 +57,13 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
     shape, flat = shape_of(call), is_flat(call)
     lanes = 16 // shape.dtype.itemsize
     found = []
-    for warps, depth, per_sm in ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (2, 1, 16)):
+    # a mask is drawn four columns at once, and twice a thread: what depends on the row alone is then worked out once
+    draws = "p" in call.options
+    drawing = ((4, 2, 8), (8, 2, 4), (2, 2, 16), (4, 4, 8), (4, 1, 8))
+    for warps, depth, per_sm in drawing if draws else ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (2, 1, 16)):
         elements = 32 * warps * lanes * depth
-        # four columns at least: a mask is drawn for as many at once
-        block = elements if flat else min(max(4, _width(shape.columns)), elements)
+        widest = elements // 2 if draws else elements
+        block = elements if flat else min(max(4, _width(shape.columns)), widest)
         if shape.columns % block and block > 32 * lanes:  # a block that divides the row leaves no thread idle
             block = next((b for b in (block, block // 2, block // 4) if shape.columns % b == 0), block)
         found.append(Config(rows=max(1, elements // block), block=block, num_warps=warps, per_sm=per_sm))
