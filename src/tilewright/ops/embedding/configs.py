@@ -58,13 +58,15 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
 
 
 def sorted_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `rows` and `block` columns a program; `chunk` occurrences that one program adds up; `num_warps`."""
+    """Keys: `rows` and `block` columns a program; `ahead` occurrences of each row under way; `chunk` occurrences that
+    one program adds up; `num_warps`."""
     weight: TensorFacts = call.weight
     found = []
-    for warps, accesses, chunk in ((4, 1, 64), (8, 1, 64), (2, 1, 64), (4, 2, 64), (1, 2, 32), (4, 1, 256)):
+    wanted = ((4, 1, 4, 64), (4, 1, 2, 64), (2, 1, 4, 64), (8, 1, 4, 64), (4, 2, 2, 64), (4, 1, 4, 256))
+    for warps, accesses, ahead, chunk in wanted:
         elements = 32 * warps * accesses * vector(call.dout)
         rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
-        found.append(Config(rows=rows, block=block, chunk=chunk, num_warps=warps))
+        found.append(Config(rows=rows, block=block, ahead=ahead, chunk=chunk, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
 

@@ -31,6 +31,20 @@ def _eager(t: Tensors, o: Options) -> Run:
     return functools.partial(F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o))
 
 
+def _gather(t: Tensors, o: Options) -> Run:
+    """Rows first, then their mean. Its gradient is aten's index_add_, which adds with atomics."""
+    weight, ids, padding = t["weight"], t["indices"], _padding(o)
+    counted = torch.ones_like(ids, dtype=weight.dtype) if padding is None else (ids != padding).to(weight.dtype)
+    share = (counted / counted.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+
+    def run() -> Tensor:
+        rows = weight.index_select(0, ids.reshape(-1)).view(*ids.shape, weight.shape[-1])
+        mean: Tensor = (rows * share).sum(-2)
+        return mean
+
+    return run
+
+
 @functools.cache
 def _compiled(padding: int | None, signature: tuple[Any, ...]) -> Callable[..., Any]:
     """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
@@ -58,4 +72,4 @@ def _compile(t: Tensors, o: Options) -> Run:
     return run if t["weight"].requires_grad else functools.partial(compiled, *arguments)
 
 
-PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile}}
+PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile, "index_select": _gather}}

@@ -24,8 +24,6 @@ from tilewright.ops.embedding.triton import padding_of, places, row_start, stand
 
 KEYS = 1024
 """Occurrences, or rows of the table, that one program of the small kernels takes."""
-AHEAD = 2
-"""Occurrences of each row that a program of `segment_sums` reads at a time: most rows have few."""
 SPLIT = 8
 """Occurrences that a program of `chunk_sums` reads at a time, where the rows are not too wide for that."""
 
@@ -253,7 +251,7 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
             (triton.cdiv(table_rows, config.rows) * blocks, 1, 1),
             {"dout": call.dout, "count": call["count"], "order": order, "starts": starts, "partials": partials}
             | {"dweight": dweight, **rows},
-            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": AHEAD},
+            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": config.ahead},
             {"num_warps": config.num_warps},
         )
     )
