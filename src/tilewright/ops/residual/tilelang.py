@@ -15,15 +15,14 @@ from tilewright.ops.residual.configs import gate_of, is_flat, shape_of, sum_of, 
 from tilewright.ops.residual.dropout import drops
 from tilewright.ops.residual.philox import scale, threshold
 from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_sums import sum_groups
 
 _PROGRAMS = "tilewright.ops.residual.tilelang_programs"
 GATED_FORWARD = Program(f"{_PROGRAMS}:gated_forward")
 GATED_BACKWARD = Program(f"{_PROGRAMS}:gated_backward")
-SUM_GROUPS = Program(f"{_PROGRAMS}:sum_groups")
 DROPOUT_FORWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_forward")
 DROPOUT_BACKWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_backward")
 MOST_GROUPS = 1024
-SUM_LANES, SUM_DEPTH = 32, 8
 
 
 def gated_forward(call: Call, config: Config) -> Launch:
@@ -50,10 +49,7 @@ def gated_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     first = Launch(GATED_BACKWARD, (blocks, groups, 1), args, constants)
     if partials is None:
         return (first,)
-    columns = call.x.columns
-    rest: dict[str, Argument] = {"partials": partials, "out": call.dgate, "groups": groups, "columns": columns}
-    shape = {"dtype": NAMES[call.dgate.dtype], "lanes": SUM_LANES, "depth": SUM_DEPTH}
-    return first, Launch(SUM_GROUPS, (-(-columns // SUM_LANES), 1, 1), rest, shape)
+    return first, sum_groups(partials, call.dgate)
 
 
 def dropout_forward(call: Call, config: Config) -> Launch:
