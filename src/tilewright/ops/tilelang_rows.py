@@ -50,11 +50,13 @@ def offset(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, ...])
 
 
 def place_of(index: Any, row_vectors: Any, chunk: int, flat: bool) -> tuple[Any, Any]:
-    """The row of the int64 `index`-th tile and its first vector in that; `flat`: there is one row."""
+    """The row of the int64 `index`-th tile and its first vector in that; `flat`: there is one row. Tiles are counted in
+    32 bits, as blocks are: a division of 64 bits costs as much as many elements."""
     if flat:
         return T.int64(0), index * chunk
-    per_row = T.truncdiv(row_vectors + (chunk - 1), T.int64(chunk))
-    return T.truncdiv(index, per_row), T.truncmod(index, per_row) * chunk
+    per_row = T.Cast("int32", T.truncdiv(row_vectors + (chunk - 1), T.int64(chunk)))
+    tile = T.Cast("int32", index)
+    return T.Cast("int64", T.truncdiv(tile, per_row)), T.Cast("int64", T.truncmod(tile, per_row)) * chunk
 
 
 @T.macro

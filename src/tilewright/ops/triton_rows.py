@@ -15,6 +15,15 @@ from tilewright.core.launch import Argument, Launch, Scratch
 
 
 @triton.jit
+def tile_place(index, total_columns, BLOCK: tl.constexpr):
+    """Which row of tiles the `index`-th is in, and which tile of that, both int64. Tiles are counted in 32 bits, as
+    programs are: a division of 64 bits costs as much as many elements."""
+    blocks = tl.cdiv(total_columns, BLOCK).to(tl.uint32)
+    tile = tl.cast(index, tl.uint32)
+    return (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64)
+
+
+@triton.jit
 def tile_at(index, total_rows, total_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
     """Rows [ROWS, 1] and columns [1, BLOCK] of the int64 `index`-th tile, and which of its elements exist."""
     if FLAT:
@@ -22,9 +31,9 @@ def tile_at(index, total_rows, total_columns, ROWS: tl.constexpr, BLOCK: tl.cons
         rows = tl.zeros([1, 1], tl.int64)
         return rows, columns, columns < total_columns
     else:
-        blocks = tl.cdiv(total_columns, BLOCK)
-        rows = (index // blocks) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        columns = (index % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        down, across = tile_place(index, total_columns, BLOCK)
+        rows = down * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        columns = across * BLOCK + tl.arange(0, BLOCK)[None, :]
         return rows, columns, (rows < total_rows) & (columns < total_columns)
 
 

@@ -18,7 +18,7 @@ from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, summed
 from tilewright.ops.activation.configs import rows_and_columns
 from tilewright.ops.activation.triton_functions import activation, chain
-from tilewright.ops.triton_rows import load, places, store, sum_groups, tile_at
+from tilewright.ops.triton_rows import load, places, store, sum_groups, tile_at, tile_place
 
 
 @triton.jit
@@ -87,10 +87,8 @@ def affine_backward(
     s = 1.0
     b = 0.0
     if SUMS:
-        program = tl.program_id(0).to(tl.int64)
-        blocks = tl.cdiv(total_columns, BLOCK)
-        group = program // blocks
-        columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        group, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+        columns = across * BLOCK + tl.arange(0, BLOCK)[None, :]
         if HAS_SCALE:
             s = by_columns(scale, columns, total_columns)
         if HAS_BIAS:

@@ -13,7 +13,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.residual.configs import gate_of, is_flat, shape_of, sum_of, tilelang_vector
 from tilewright.ops.residual.dropout import drops
-from tilewright.ops.residual.philox import scale, threshold
+from tilewright.ops.residual.philox import limit, scale
 from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
 from tilewright.ops.tilelang_sums import sum_groups
 
@@ -71,7 +71,7 @@ def _dropout(
     program: Program, call: Call, config: Config, args: dict[str, Argument], constants: dict[str, Any]
 ) -> Launch:
     rows, wide = _tiles(call, config, constants)
-    args |= {"tiles": rows * wide, "least": threshold(call.p), "scale": scale(call.p)}
+    args |= {"tiles": rows * wide, "limit": limit(call.p), "scale": scale(call.p)}
     return Launch(program, (rows * wide, 1, 1), args, {**constants, "drops": drops(call.training, call.p)})
 
 
