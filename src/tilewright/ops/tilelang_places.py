@@ -17,6 +17,9 @@ NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
+FULL_RANGE_DIVISION = ("--prec-div=false",)
+"""For the CUDA compiler: quotients within 2 ulp, of any operands, as Triton's are; a correct rounding costs as much as
+the rest of an activation."""
 
 
 def layout_of(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:

@@ -12,10 +12,10 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.configs import is_flat, kind_of, packing, rows_and_columns, tilelang_vector
-from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
 
-FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward")
-BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward")
+FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward", FULL_RANGE_DIVISION)
+BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward", FULL_RANGE_DIVISION)
 
 
 def forward(call: Call, config: Config) -> Launch:

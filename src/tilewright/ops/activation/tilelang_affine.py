@@ -14,11 +14,11 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, summed
 from tilewright.ops.activation.configs import rows_and_columns, tilelang_vector
-from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
 from tilewright.ops.tilelang_sums import sum_groups
 
-FORWARD = Program("tilewright.ops.activation.tilelang_affine_programs:forward")
-BACKWARD = Program("tilewright.ops.activation.tilelang_affine_programs:backward")
+FORWARD = Program("tilewright.ops.activation.tilelang_affine_programs:forward", FULL_RANGE_DIVISION)
+BACKWARD = Program("tilewright.ops.activation.tilelang_affine_programs:backward", FULL_RANGE_DIVISION)
 
 
 def forward(call: Call, config: Config) -> Launch:

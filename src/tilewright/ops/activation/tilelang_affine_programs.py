@@ -10,7 +10,7 @@ from typing import Any
 import tilelang.language as T
 
 from tilewright.ops.activation.tilelang_programs import activation, chain
-from tilewright.ops.tilelang_rows import F32, f32, load_tile, tile
+from tilewright.ops.tilelang_rows import F32, f32, load_tile, place_of, store_tile, tile
 
 
 def result(kind: str, value: Any) -> Any:
@@ -20,9 +20,8 @@ def result(kind: str, value: Any) -> Any:
 
 def share_of(block: Any, row_vectors: Any, chunk: int) -> tuple[Any, Any]:
     """A block's first vector of columns, and which share of the rows it has."""
-    index = T.Cast("int64", block)
-    blocks = T.truncdiv(row_vectors + (chunk - 1), T.int64(chunk))
-    return T.truncmod(index, blocks) * chunk, T.Cast("int32", T.truncdiv(index, blocks))
+    group, first = place_of(T.Cast("int64", block), row_vectors, chunk, False)
+    return first, T.Cast("int32", group)
 
 
 def forward(
@@ -61,15 +60,15 @@ def forward(
                     load_tile(residuals, residual, residual_layout, vec, row, first, row_vectors,
                               (residual_inner, residual_outer, residual_stride, residual_step))  # fmt: skip
                 for j in T.Parallel(vec * chunk):
-                    if first + j // vec < row_vectors:
-                        value = f32(xs[j])
-                        if scale_layout is not None:
-                            value = value * scales[j]
-                        if bias_layout is not None:
-                            value = value + biases[j]
-                        if residual_layout is not None:
-                            value = value + f32(residuals[j])
-                        y[(row * row_vectors + first) * vec + j] = T.Cast(dtype, result(kind, value))
+                    value = f32(xs[j])
+                    if scale_layout is not None:
+                        value = value * scales[j]
+                    if bias_layout is not None:
+                        value = value + biases[j]
+                    if residual_layout is not None:
+                        value = value + f32(residuals[j])
+                    xs[j] = T.Cast(dtype, result(kind, value))
+                store_tile(y, xs, vec, row, first, row_vectors)
 
     return affine_forward
 

@@ -12,16 +12,19 @@ from typing import Any
 import tilelang.language as T
 
 from tilewright.ops.activation.functions import CUBIC, DENSITY, FLAT, ROOT_HALF, TWICE_ROOT
-from tilewright.ops.tilelang_rows import f32, load_tile, offset, place_of, tile
+from tilewright.ops.tilelang_rows import f32, load_tile, offset, place_of, store_tile, tile
 
 
 def constant(value: float) -> Any:
     return T.float32(value)
 
 
-def logistic(z: Any) -> Any:
-    """s(z). The exponential may be infinite: its reciprocal is 0."""
-    return constant(1.0) / (constant(1.0) + T.exp(-z))
+def logistics(z: Any) -> tuple[Any, Any]:
+    """(s(z), s(-z)) of one exponential, which does not overflow, and one quotient."""
+    tail = T.exp(-T.abs(z))
+    near = constant(1.0) / (constant(1.0) + tail)
+    below = z < constant(0.0)
+    return T.Select(below, tail * near, near), T.Select(below, near, tail * near)
 
 
 def inner(g: Any) -> Any:
@@ -39,19 +42,20 @@ def activation(kind: str, g: Any) -> Any:
     if kind in ("relu", "relu2"):  # NaN is not below zero, and stays
         return T.if_then_else(g < constant(0.0), constant(0.0), g if kind == "relu" else g * g)
     if kind == "silu":
-        return g * logistic(g)
-    return g * logistic(inner(g)) if kind == "gelu_tanh" else g * normal_cdf(g)
+        return g * logistics(g)[0]
+    return g * logistics(inner(g))[0] if kind == "gelu_tanh" else g * normal_cdf(g)
 
 
 def slope(kind: str, g: Any) -> Any:
-    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
+    """act'(g). 1 - s(z) is s(-z), which does not cancel."""
     if kind == "silu":
-        return logistic(g) * (constant(1.0) + g * logistic(-g))
+        s, rest = logistics(g)
+        return s * (constant(1.0) + g * rest)
     if kind == "gelu_tanh":
-        z = inner(g)
+        s, rest = logistics(inner(g))
         square = T.min(g * g, constant(FLAT * FLAT))  # else infinity times 0, of a finite g
         rise = constant(TWICE_ROOT) * (constant(1.0) + constant(3.0 * CUBIC) * square)
-        return logistic(z) + g * (logistic(z) * logistic(-z) * rise)
+        return s + g * (s * rest * rise)
     return normal_cdf(g) + g * (constant(DENSITY) * T.exp(constant(-0.5) * g * g))
 
 
@@ -129,11 +133,11 @@ def forward(
                     load_tile(ups, up, up_layout, vec, row, first, row_vectors,
                               (up_inner, up_outer, up_stride, up_step, up_begin))  # fmt: skip
             for j in T.Parallel(vec * chunk):
-                if first + j // vec < row_vectors:
-                    value = activation(kind, f32(gates[j]))
-                    if has_up:
-                        value = value * f32(ups[j])
-                    y[(row * row_vectors + first) * vec + j] = T.Cast(dtype, value)
+                value = activation(kind, f32(gates[j]))
+                if has_up:
+                    value = value * f32(ups[j])
+                gates[j] = T.Cast(dtype, value)
+            store_tile(y, gates, vec, row, first, row_vectors)
 
     return act_forward
 
@@ -147,7 +151,7 @@ def backward(
     chunk = threads * depth
     reads_up = up_layout is not None and needs_dgate
     gate_at = int(gate_second)
-    widths = 2 if pack == "halves" else 1  # of a row of the outputs
+    parts, gate_part, up_part = (2, gate_at, 1 - gate_at) if pack == "halves" else (1, 0, 0)  # of a row of outputs
 
     @T.prim_func
     def act_backward(
@@ -183,18 +187,17 @@ def backward(
                 if reads_up:
                     load_tile(ups, up, up_layout, vec, row, first, row_vectors,
                               (up_inner, up_outer, up_stride, up_step, up_begin))  # fmt: skip
+                outs = tile(vec, threads, depth, dtype)
                 if needs_dgate:
                     for j in T.Parallel(vec * chunk):
-                        if first + j // vec < row_vectors:
-                            value = f32(grads[j]) * slope(kind, f32(gates[j]))
-                            if reads_up:
-                                value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
-                            dgate[(row * widths * row_vectors + gate_begin + first) * vec + j] = T.Cast(dtype, value)
+                        value = f32(grads[j]) * slope(kind, f32(gates[j]))
+                        if reads_up:
+                            value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
+                        outs[j] = T.Cast(dtype, value)
+                    store_tile(dgate, outs, vec, row * parts + gate_part, first, row_vectors)
                 if needs_dup:
                     for j in T.Parallel(vec * chunk):
-                        if first + j // vec < row_vectors:
-                            dup[(row * widths * row_vectors + up_begin + first) * vec + j] = T.Cast(
-                                dtype, f32(grads[j]) * activation(kind, f32(gates[j]))
-                            )
+                        outs[j] = T.Cast(dtype, f32(grads[j]) * activation(kind, f32(gates[j])))
+                    store_tile(dup, outs, vec, row * parts + up_part, first, row_vectors)
 
     return act_backward

@@ -16,7 +16,7 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.configs import is_flat, kind_of, packing, rows_and_columns
-from tilewright.ops.activation.triton_functions import activation, slope
+from tilewright.ops.activation.triton_functions import act_and_slope, activation
 from tilewright.ops.triton_rows import load, places, store, tile_at
 
 # Gate and up in one tensor: PACK is "pairs" where they alternate, else "halves", and GATE_AT and UP_AT say which of the
@@ -87,8 +87,9 @@ def act_backward(
         g, u = load_pairs(
             gate, index, total_rows, total_columns, gate_stride, gate_outer, gate_count, GATE_AT, FLAT, ROWS, BLOCK
         )
-        of_gate = d * u * slope(g, ACT)
-        of_up = d * activation(g, ACT)
+        value, slope = act_and_slope(g, ACT)
+        of_gate = d * u * slope
+        of_up = d * value
         if GATE_AT == 0:
             store_pairs(dgate, index, total_rows, total_columns, of_gate, of_up, FLAT, ROWS, BLOCK)
         else:
@@ -98,14 +99,15 @@ def act_backward(
         gate_at = columns + GATE_AT * total_columns
         up_at = columns + UP_AT * total_columns
         g = load(gate, rows, gate_at, mask, gate_stride, gate_outer, gate_count, gate_step, "evict_first")
+        value, slope = act_and_slope(g, ACT)
         if NEEDS_DGATE:
             if HAS_UP:
                 u = load(up, rows, up_at, mask, up_stride, up_outer, up_count, up_step, "evict_first")
-                store(dgate, rows, gate_at, width, mask, d * u * slope(g, ACT))
+                store(dgate, rows, gate_at, width, mask, d * u * slope)
             else:
-                store(dgate, rows, gate_at, width, mask, d * slope(g, ACT))
+                store(dgate, rows, gate_at, width, mask, d * slope)
         if NEEDS_DUP:
-            store(dup, rows, up_at, width, mask, d * activation(g, ACT))
+            store(dup, rows, up_at, width, mask, d * value)
 
 
 def _shared(

@@ -20,6 +20,15 @@ def logistic(z):
 
 
 @triton.jit
+def logistics(z):
+    """(s(z), s(-z)) of one exponential, which does not overflow, and one quotient."""
+    tail = tl.exp(-tl.abs(z))
+    near = 1.0 / (1.0 + tail)
+    far = tail * near
+    return tl.where(z < 0.0, far, near), tl.where(z < 0.0, near, far)
+
+
+@triton.jit
 def inner(g):
     return TWICE_ROOT * g * (1.0 + CUBIC * g * g)
 
@@ -42,23 +51,24 @@ def activation(g, ACT: tl.constexpr):
 
 
 @triton.jit
-def slope(g, ACT: tl.constexpr):
-    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
+def act_and_slope(g, ACT: tl.constexpr):
+    """act(g) and act'(g), for what they share. 1 - s(z) is s(-z), which does not cancel."""
     if ACT == "none":
-        return tl.full(g.shape, 1.0, tl.float32)
+        return g, tl.full(g.shape, 1.0, tl.float32)
     elif ACT == "relu":
-        return tl.where(g <= 0.0, 0.0, 1.0)
+        return activation(g, ACT), tl.where(g <= 0.0, 0.0, 1.0)
     elif ACT == "relu2":
-        return tl.where(g <= 0.0, 0.0, 2.0 * g)
+        return activation(g, ACT), tl.where(g <= 0.0, 0.0, 2.0 * g)
     elif ACT == "silu":
-        return logistic(g) * (1.0 + g * logistic(-g))
+        s, rest = logistics(g)
+        return g * s, s * (1.0 + g * rest)
     elif ACT == "gelu_tanh":
-        z = inner(g)
-        s = logistic(z)
+        s, rest = logistics(inner(g))
         square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
-        return s + g * (s * logistic(-z) * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
+        return g * s, s + g * (s * rest * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
     else:
-        return 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)) + g * (DENSITY * tl.exp(-0.5 * g * g))
+        cdf = 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF))
+        return g * cdf, cdf + g * (DENSITY * tl.exp(-0.5 * g * g))
 
 
 @triton.jit
@@ -67,6 +77,6 @@ def chain(upstream, g, ACT: tl.constexpr):
     if ACT == "none":
         return upstream
     elif ACT == "relu" or ACT == "relu2":
-        return tl.where(g <= 0.0, 0.0, upstream * slope(g, ACT))
+        return tl.where(g <= 0.0, 0.0, upstream * act_and_slope(g, ACT)[1])
     else:
-        return upstream * slope(g, ACT)
+        return upstream * act_and_slope(g, ACT)[1]
