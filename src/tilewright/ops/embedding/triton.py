@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch
-from tilewright.ops.triton_rows import row_places, row_start
+from tilewright.ops.triton_rows import row_places, row_start, tile_place
 
 
 @triton.jit
@@ -34,11 +34,10 @@ def bag_mean(
     EVEN: tl.constexpr, BAGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = the mean over each bag; count = how many of its ids count, if SAVE. NAN: a bad id makes its bag NaN."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
     parts = tl.arange(0, BAGS * SPLIT).to(tl.int64)
-    bags = (program // blocks) * BAGS + parts // SPLIT
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    bags = down * BAGS + parts // SPLIT
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
     first = indices + row_start(bags, indices_stride, indices_outer, indices_count)
     total = tl.zeros([BAGS * SPLIT, BLOCK], tl.float32)
@@ -61,7 +60,7 @@ def bag_mean(
         total = tl.sum(tl.reshape(total, [BAGS, SPLIT, BLOCK]), axis=1)
         counted = tl.sum(tl.reshape(counted, [BAGS, SPLIT]), axis=1)
         spoilt = tl.max(tl.reshape(spoilt, [BAGS, SPLIT]), axis=1)
-        bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
+        bags = down * BAGS + tl.arange(0, BAGS).to(tl.int64)
         has_bag = bags < total_bags
     many = counted.to(tl.float32)
     mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0)[:, None])
@@ -70,7 +69,7 @@ def bag_mean(
     mask = has_bag[:, None] if EVEN else has_bag[:, None] & has_column
     tl.store(out + (bags * total_columns)[:, None] + columns[None, :], mean.to(out.dtype.element_ty), mask=mask)
     if SAVE:
-        tl.store(count + bags, many, mask=has_bag & ((program % blocks) == 0))
+        tl.store(count + bags, many, mask=has_bag & (across == 0))
 
 
 def padding_of(call: Call) -> tuple[dict[str, Argument], dict[str, bool]]:

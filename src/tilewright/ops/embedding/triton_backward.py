@@ -21,7 +21,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch, Stage, TorchStep
 from tilewright.ops.embedding.configs import position_dtype
 from tilewright.ops.embedding.triton import padding_of, standing_of
-from tilewright.ops.triton_rows import row_places, row_start
+from tilewright.ops.triton_rows import row_places, row_start, tile_place
 
 KEYS = 1024
 """Occurrences, or rows of the table, that one program of the small kernels takes."""
@@ -112,10 +112,9 @@ def segment_sums(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dweight: of each row what of its segment lies outside whole chunks, then the chunks, in the sorted order each."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    rows = (program // blocks) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+    rows = down * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_row, has_column = rows < table_rows, columns[None, :] < total_columns
     begin = tl.load(starts + rows, mask=has_row, other=0).to(tl.int64)
     end = tl.load(starts + rows + 1, mask=has_row, other=0).to(tl.int64)
@@ -153,10 +152,9 @@ def bag_scatter(
     HAS_PADDING: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums[id] += dout / count for every id that counts: read once a bag, added with atomics."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+    bags = down * BAGS + tl.arange(0, BAGS).to(tl.int64)
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
     place = row_start(bags, dout_stride, dout_outer, dout_count)[:, None]
     place += (columns if dout_step is None else columns * dout_step)[None, :]
