@@ -11,7 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.activation.functions import CUBIC, DENSITY, FLAT, ROOT_HALF, TWICE_ROOT
+from tilewright.ops.activation.functions import CUBIC, DENSITY, FLAT, LOG2E, TAIL, TAIL_STEP, TWICE_ROOT
 from tilewright.ops.tilelang_rows import f32, load_tile, offset, place_of, store_tile, tile
 
 
@@ -19,9 +19,14 @@ def constant(value: float) -> Any:
     return T.float32(value)
 
 
+def exponential(x: Any) -> Any:
+    """exp(x), by the power of two that a GPU has: within some ulp where x is not far below 0."""
+    return T.exp2(x * constant(LOG2E))
+
+
 def logistics(z: Any) -> tuple[Any, Any]:
     """(s(z), s(-z)) of one exponential, which does not overflow, and one quotient."""
-    tail = T.exp(-T.abs(z))
+    tail = exponential(-T.abs(z))
     near = constant(1.0) / (constant(1.0) + tail)
     below = z < constant(0.0)
     return T.Select(below, tail * near, near), T.Select(below, near, tail * near)
@@ -31,8 +36,14 @@ def inner(g: Any) -> Any:
     return constant(TWICE_ROOT) * g * (constant(1.0) + constant(CUBIC) * g * g)
 
 
-def normal_cdf(g: Any) -> Any:
-    return constant(0.5) * (constant(1.0) + T.erf(g * constant(ROOT_HALF)))
+def normal(g: Any) -> tuple[Any, Any]:
+    """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
+    t = constant(1.0) / (constant(1.0) + constant(TAIL_STEP) * T.abs(g))
+    ratio = constant(TAIL[-1])
+    for coefficient in TAIL[-2::-1]:
+        ratio = ratio * t + constant(coefficient)
+    bell = exponential(constant(-0.5) * g * g)
+    return T.Select(g < constant(0.0), ratio * bell, constant(1.0) - ratio * bell), bell
 
 
 def activation(kind: str, g: Any) -> Any:
@@ -43,7 +54,7 @@ def activation(kind: str, g: Any) -> Any:
         return T.if_then_else(g < constant(0.0), constant(0.0), g if kind == "relu" else g * g)
     if kind == "silu":
         return g * logistics(g)[0]
-    return g * logistics(inner(g))[0] if kind == "gelu_tanh" else g * normal_cdf(g)
+    return g * logistics(inner(g))[0] if kind == "gelu_tanh" else g * normal(g)[0]
 
 
 def slope(kind: str, g: Any) -> Any:
@@ -56,7 +67,8 @@ def slope(kind: str, g: Any) -> Any:
         square = T.min(g * g, constant(FLAT * FLAT))  # else infinity times 0, of a finite g
         rise = constant(TWICE_ROOT) * (constant(1.0) + constant(3.0 * CUBIC) * square)
         return s + g * (s * rest * rise)
-    return normal_cdf(g) + g * (constant(DENSITY) * T.exp(constant(-0.5) * g * g))
+    below, bell = normal(g)
+    return below + g * (constant(DENSITY) * bell)
 
 
 def chain(kind: str, upstream: Any, g: Any) -> Any:

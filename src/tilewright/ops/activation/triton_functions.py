@@ -6,11 +6,16 @@ Families that fuse an activation into kernels of their own take them from here.
 import triton
 import triton.language as tl
 
+from tilewright.ops.activation.functions import LOG2E as _LOG2E
+from tilewright.ops.activation.functions import TAIL as _TAIL
+from tilewright.ops.activation.functions import TAIL_STEP as _TAIL_STEP
+
 CUBIC = tl.constexpr(0.044715)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 FLAT_SQUARE = tl.constexpr(4096.0)  # the square of functions.FLAT
+HALF_LOG2E = tl.constexpr(0.5 * _LOG2E)
+TAIL, TAIL_STEP, DEGREE = tl.constexpr(_TAIL), tl.constexpr(_TAIL_STEP), tl.constexpr(len(_TAIL) - 1)
 
 
 @triton.jit
@@ -34,6 +39,18 @@ def inner(g):
 
 
 @triton.jit
+def normal(g):
+    """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
+    t = 1.0 / (1.0 + TAIL_STEP * tl.abs(g))
+    ratio = t * TAIL[DEGREE] + TAIL[DEGREE - 1]
+    for i in tl.static_range(2, DEGREE + 1):
+        ratio = ratio * t + TAIL[DEGREE - i]
+    bell = tl.exp2(-HALF_LOG2E * (g * g))
+    tail = ratio * bell
+    return tl.where(g < 0.0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def activation(g, ACT: tl.constexpr):
     """act(g) in float32. A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
     if ACT == "none":
@@ -47,7 +64,7 @@ def activation(g, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         return g * logistic(inner(g))
     else:
-        return g * (0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)))
+        return g * normal(g)[0]
 
 
 @triton.jit
@@ -67,8 +84,8 @@ def act_and_slope(g, ACT: tl.constexpr):
         square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
         return g * s, s + g * (s * rest * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
     else:
-        cdf = 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF))
-        return g * cdf, cdf + g * (DENSITY * tl.exp(-0.5 * g * g))
+        below, bell = normal(g)
+        return g * below, below + g * (DENSITY * bell)
 
 
 @triton.jit

@@ -12,10 +12,10 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.configs import power_of_2_at_least
-from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of, vector
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of, vector
 
-PRODUCT = Program("tilewright.ops.linear.tilelang_programs:product")
-POINTWISE = Program("tilewright.ops.linear.tilelang_programs:pointwise")
+PRODUCT = Program("tilewright.ops.linear.tilelang_programs:product", FULL_RANGE_DIVISION)
+POINTWISE = Program("tilewright.ops.linear.tilelang_programs:pointwise", FULL_RANGE_DIVISION)
 THREADS = 128
 """Columns of a block in the element-by-element pass, one a thread."""
 MOST_GROUPS = 256
