@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core import registry
+from tilewright.ops.loss.log1p import LOG1P
 from tilewright.verify.cases import Case, build, make_inputs
 from tilewright.verify.check import call_of, check, truth_of
 
@@ -162,3 +163,13 @@ def test_gradients_that_there_are_not_are_refused_by_name(name: str) -> None:
     given[name] = given[name].detach()
     tw.bce_with_logits(**given).backward()
     assert given["logits"].grad is not None
+
+
+def test_the_polynomial_of_log1p_is_as_good_as_float32():
+    u = torch.cat([torch.logspace(-40, 0, 4001), torch.linspace(0, 1, 20001)]).float()
+    ratio = torch.full_like(u, LOG1P[-1]).double()
+    for coefficient in LOG1P[-2::-1]:
+        ratio = (ratio * u.double() + coefficient).float().double()  # a fused multiply-add
+    found, right = (ratio * u.double()).float(), torch.log1p(u.double())
+    ulp = torch.finfo(torch.float32).eps * right
+    assert ((found - right).abs() <= 2 * ulp + 2.0**-149).all()

@@ -13,13 +13,10 @@ import torch
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 
 WIDEST = 1024
 """Columns of one program; wider rows are cut."""
-
-
-def power_of_2_at_least(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def position_dtype(count: int) -> torch.dtype:
@@ -81,16 +78,12 @@ def atomic_configs(call: Call) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(found))
 
 
-MOST_PROGRAMS = 1 << 30
-"""Of a TileLang launch: its grid is int32. A power of two, so that a call class has one answer."""
-
-
 def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program takes one bag, or one row of the table."""
     facts = call.weight if "dweight" in call.tensors else call.indices
     blocks = power_of_2_at_least(-(-call.weight.columns // 32))
-    if power_of_2_at_least(facts.rows) * blocks > MOST_PROGRAMS:
-        yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_PROGRAMS // blocks}")
+    if power_of_2_at_least(facts.rows) * blocks > MOST_BLOCKS:
+        yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_BLOCKS // blocks}")
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:

@@ -11,6 +11,7 @@ import torch
 from tilewright.core.call import Call
 from tilewright.core.device import Device
 from tilewright.core.launch import Config
+from tilewright.ops.configs import power_of_2_at_least
 
 Shape = tuple[int, int, int, int, int]
 """m, n, k, warps, stages."""
@@ -39,13 +40,13 @@ MOST_SHARED = {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224, 11
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Of y = x W^T: rows of x, rows of weight."""
-    return _fitting(call, _bucket(call.x.rows), _bucket(call.weight.rows))
+    return _fitting(call, power_of_2_at_least(call.x.rows), power_of_2_at_least(call.weight.rows))
 
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     """Of both products of the gradient: dx has the rows of x, dweight those of weight."""
     rows = call.x.rows if call.has("dx") else call.weight.rows
-    return _fitting(call, _bucket(rows), _bucket(call.x.columns))
+    return _fitting(call, power_of_2_at_least(rows), power_of_2_at_least(call.x.columns))
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
@@ -53,7 +54,7 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
     if call.x.dtype == torch.float32:
         wanted: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
     else:
-        rows = _bucket(call.x.rows)
+        rows = power_of_2_at_least(call.x.rows)
         wanted = TILES if rows > 64 else (TILES[-1], TILES[1])
     found = _deepest(wanted, _shared(call.device) * 1024, call.x.dtype.itemsize)
     return tuple(Config(m=m, n=n, k=k, group=8, threads=32 * warps, stages=stages) for m, n, k, warps, stages in found)
@@ -88,7 +89,3 @@ def _deepest(wanted: tuple[Shape, ...], room: int, itemsize: int) -> list[Shape]
 
 def _shared(device: Device) -> int:
     return MOST_SHARED.get(device.sm, 64) if device.kind != "cpu" else 224
-
-
-def _bucket(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()

@@ -12,11 +12,11 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.loss.configs import divisor, inputs_of, is_flat, reduces, tilelang_tiles, tilelang_vector
-from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
 
 FORWARD = Program("tilewright.ops.loss.tilelang_programs:forward")
 TOTAL = Program("tilewright.ops.loss.tilelang_programs:total")
-BACKWARD = Program("tilewright.ops.loss.tilelang_programs:backward")
+BACKWARD = Program("tilewright.ops.loss.tilelang_programs:backward", FULL_RANGE_DIVISION)
 TOTAL_THREADS = 256
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tilewright.ops.loss.log1p import LOG1P
 from tilewright.ops.tilelang_rows import F32, f32, load_tile, place_of, store_tile, tile
 
 __all__ = ["backward", "forward", "total"]
@@ -18,7 +19,11 @@ def one() -> Any:
 
 def softplus(x: Any) -> Any:
     """log(1 + exp(-x)), which does not overflow."""
-    return T.log1p(T.exp(-T.abs(x))) + T.max(-x, T.float32(0))
+    u = T.exp(-T.abs(x))
+    ratio = T.float32(LOG1P[-1])
+    for coefficient in LOG1P[-2::-1]:
+        ratio = ratio * u + T.float32(coefficient)
+    return u * ratio + T.max(-x, T.float32(0))
 
 
 def forward(
@@ -129,6 +134,8 @@ def backward(
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
             row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
+            if dy_layout is None:
+                upstream = T.ieee_fdiv(f32(dy[0]), divisor)
             xs = tile(vec, threads, depth, dtype)
             ys = tile(vec, threads, depth, dtype)
             load_tile(xs, logits, logits_layout, vec, row, first, row_vectors,
@@ -153,7 +160,7 @@ def backward(
                 positive = f32(ys[j]) * T.Select(below, near, tail * near)
                 if pos_weight_layout is not None:
                     positive = f32(ps[j]) * positive
-                scale = f32(dy[0]) / divisor if dy_layout is None else f32(ds[j])
+                scale = upstream if dy_layout is None else f32(ds[j])
                 if weight_layout is not None:
                     scale = scale * f32(ws[j])
                 value = scale * ((one() - f32(ys[j])) * T.Select(below, tail * near, near) - positive)

@@ -14,16 +14,20 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.loss.configs import divisor, inputs_of, is_flat, reduces
+from tilewright.ops.loss.log1p import LOG1P as _LOG1P
 from tilewright.ops.triton_rows import load, places, store, tile_at
+
+LOG1P, DEGREE = tl.constexpr(_LOG1P), tl.constexpr(len(_LOG1P) - 1)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(-x)) in float32. What 1 + u loses of a small u comes back as a correction: log1p, which not every
-    target has."""
+    """log(1 + exp(-x)) in float32."""
     u = tl.exp(-tl.abs(x))
-    whole = 1.0 + u
-    return tl.log(whole) + (u - (whole - 1.0)) / whole + tl.where(x < 0.0, -x, 0.0)
+    ratio = u * LOG1P[DEGREE] + LOG1P[DEGREE - 1]
+    for i in tl.static_range(2, DEGREE + 1):
+        ratio = ratio * u + LOG1P[DEGREE - i]
+    return u * ratio + tl.where(x < 0.0, -x, 0.0)
 
 
 @triton.jit(do_not_specialize=["total_rows", "logits_count", "targets_count", "weight_count", "pos_weight_count"])

@@ -34,7 +34,7 @@ TILELANG_KERNELS = [
         f"{_HERE}.tilelang:{module}_{function}",
         Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
         configs.tilelang_configs,
-        files=("tilelang_programs.py", "tilelang_dropout.py", "../tilelang_rows.py"),
+        files=("tilelang_programs.py", "tilelang_dropout.py"),
     )
     for op, module, function in PASSES
 ]

@@ -119,4 +119,4 @@ def backward(call: Call, config: Config) -> tuple[Launch, ...]:
     constants |= {"BROADCAST": gate_of(call), "SUM": summed, "PDL": pdl}
     constants |= {"NEEDS_DX": call.has("dx"), "NEEDS_DGATE": call.has("dgate")}
     first = Launch(gated_backward, grids[summed], args, constants, {"num_warps": config.num_warps})
-    return (first,) if partials is None else (first, sum_groups(call, partials, call.dgate, pdl))
+    return (first,) if partials is None else (first, sum_groups(call, partials, call.dgate, pdl=pdl))
