@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tilewright.core import registry
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 
@@ -67,6 +69,8 @@ def _options(call: Call, defaults: dict[str, Any]) -> list[str]:
 
 def _option(value: Any) -> str:
     """Numbers are run-time arguments: only whether they are zero may choose another kernel."""
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, (int, float)):

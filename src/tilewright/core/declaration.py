@@ -12,12 +12,14 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tilewright.core.errors import TilewrightError
 
 if TYPE_CHECKING:
     from tilewright.core.op import Op
 
-OPTION_TYPES = (float, int, bool, str)
+OPTION_TYPES = (float, int, bool, str, torch.dtype)
 
 
 signature_of = functools.cache(inspect.signature)
@@ -91,7 +93,7 @@ def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
 def _faults(op: Op[Any]) -> Iterator[str]:
     for name, kind in op.option_types.items():
         if plain_type(kind)[0] not in OPTION_TYPES and typing.get_origin(kind) is not tuple:
-            yield f"option {name} is a {kind}; takes float, int, bool, str, one of these or None, or a tuple of bool"
+            yield f"option {name} is a {kind}; takes float, int, bool, str, dtype, any or None, or a tuple of bool"
     probes = op.probes
     yield from _unknown("probes.dims", probes.dims, op.tensors)
     yield from (f"probes.dims lacks {name}" for name in op.tensors if name not in probes.dims)
@@ -106,6 +108,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     )
     yield from _unknown("probes.values", probes.values, op.tensors)
     yield from _unknown("probes.dtypes", probes.dtypes, probes.values)
+    yield from _unknown("probes.by_option", probes.by_option, op.tensors)
     yield from _unknown("probes.tables", probes.tables, op.tensors)
     yield from _unknown("probes.long", probes.long, probes.sizes)
     yield from _unknown("probes.absent", {name for left in probes.absent for name in left}, op.optional)

@@ -20,7 +20,7 @@ from tilewright.core.op import Op
 NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
 
 _library = torch.library.Library("tilewright", "DEF")
-_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
+_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
 def define(op: Op[Any], run: NodeRun) -> None:

@@ -32,8 +32,9 @@ class Probes:
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
-    fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
-    one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
+    fills in tensors that depend on others (what forward saved). `by_option` names tensors of numbers whose dtype an
+    option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
+    `long` names sizes that are numbers of rows, which checks cut to what fits.
     """
 
     dims: Mapping[str, str]
@@ -43,6 +44,7 @@ class Probes:
     sizes: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
+    by_option: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None

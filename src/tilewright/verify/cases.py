@@ -116,7 +116,8 @@ def other_dtypes(call: Call) -> dict[str, torch.dtype]:
 def main_of(call: Call) -> TensorFacts:
     """The tensor whose dtype is that of the call: the first of its row tensors, else of its tensors of numbers."""
     op = registry.op(call.op)
-    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in op.probes.values]
+    apart = (*op.probes.values, *op.probes.by_option)
+    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in apart]
     return next((facts for facts in given if op.probes.is_rows(facts.name)), given[0])
 
 
