@@ -43,7 +43,7 @@ def _forms(call: Call) -> dict[str, str]:
 
 def _has_columns(call: Call, name: str) -> bool:
     """False for one number a row (statistics): their last dimension counts rows."""
-    return registry.op(call.op).probes.dims.get(name) != "M"
+    return not registry.op(call.op).probes.is_vector(name)
 
 
 def _layout(name: str, facts: TensorFacts, columns: bool) -> str:

@@ -17,7 +17,7 @@ import torch
 from tilewright.core.errors import TilewrightError
 
 if TYPE_CHECKING:
-    from tilewright.core.op import Op
+    from tilewright.core.op import Gradient, Op
 
 OPTION_TYPES = (float, int, bool, str, torch.dtype)
 
@@ -70,18 +70,17 @@ def check(op: Op[Any]) -> None:
         raise _fault(op.name, faults)
 
 
-def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
-    """The same for an op and the op of its gradient, once both are declared."""
-    gradient = op.gradient
-    assert gradient is not None
-    given = {*gradient.grads.values(), *gradient.takes}
+def check_gradient(op: Op[Any], gradient: Gradient, backward: Op[Any]) -> None:
+    """The same for an op and the op of a gradient of it, once both are declared."""
+    given = {*gradient.grads.values(), *gradient.takes, *gradient.finds}
     named = [name for source in gradient.gives for name in gradient.names(source)]
     faults = [
-        *_unknown("gradient.grads and gradient.takes", given, backward.tensors),
+        *_unknown("gradient.grads, gradient.takes and gradient.finds", given, backward.tensors),
         *_unknown("gradient.gives", named, (*backward.out, *gradient.grads.values())),
+        *_unknown("gradient.coo", (*gradient.coo, *gradient.coo.values()), backward.out),
         *_unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional]),
         *(
-            f"gradient: {backward.name} needs {name}, which neither grads nor takes gives"
+            f"gradient: {backward.name} needs {name}, which neither grads, takes nor finds gives"
             for name in backward.tensors
             if name not in given and name not in backward.optional
         ),
@@ -116,11 +115,21 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     for name, saved in op.saved.items():
         known = (*op.tensors, *op.options, *op.out)
         yield from _unknown(f"saved {name}", signature_of(saved.define).parameters, known)
-    if op.gradient is not None:
-        yield from _unknown("gradient.grads", op.gradient.grads, op.out)
-        yield from _unknown("gradient.takes", op.gradient.takes.values(), (*op.tensors, *op.out, *op.saved))
-        yield from _unknown("gradient.gives", op.gradient.gives, op.tensors)
-        yield from _unknown("gradient.only", op.gradient.only.values(), op.optional)
+    for gradient in op.gradients:
+        made = (*op.tensors, *op.out, *op.saved)
+        yield from _unknown("gradient.grads", gradient.grads, op.out)
+        yield from _unknown("gradient.takes", gradient.takes.values(), made)
+        yield from _unknown("gradient.gives", gradient.gives, op.tensors)
+        yield from _unknown("gradient.only", gradient.only.values(), op.optional)
+        for name, found in gradient.finds.items():
+            known = (*made, *op.options)
+            yield from _unknown(f"gradient.finds {name}", signature_of(found.define).parameters, known)
+    yield from _unknown("gradient_if", op.gradient_if, [n for n, kind in op.option_types.items() if kind is bool])
+    yield from (
+        f"gradient_if: {name} gives gradients of other inputs than gradient does"
+        for name, gradient in op.gradient_if.items()
+        if op.gradient is None or set(gradient.gives) != set(op.gradient.gives)
+    )
 
 
 def _unknown(where: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
