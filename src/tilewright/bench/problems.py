@@ -6,7 +6,7 @@ no cache holds. How they are timed is in `measure.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core import registry
+from tilewright.core import policy, registry
 from tilewright.core.arguments import facts_of
 from tilewright.core.call import Call
 from tilewright.core.device import Device, device_of
 from tilewright.core.errors import InvalidArgument, UnknownName
+from tilewright.core.gradient import Backward
 from tilewright.core.op import Gradient, Op
 from tilewright.core.probes import Workload
 from tilewright.verify.cases import make_inputs
@@ -58,6 +59,11 @@ class Problem:
     def place(self) -> Device:
         return device_of(self.device.type, self.device.index)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for values in this gradient, so that no CUDA graph holds it."""
+        return self.backward and bool(self.gradient.finds)
+
     @cached_property
     def absent(self) -> tuple[str, ...]:
         """Optional tensors of `owner` that are left out: the first set that its probes name."""
@@ -93,6 +99,18 @@ class Problem:
     def upstream(self, timed: Tensors) -> list[Tensor | None]:
         """The upstream gradients of the owner's outputs among the timed op's tensors, in the order of the outputs."""
         return [timed[self.gradient.grads[out]] for out in self.owner.out]
+
+    def whole(self, run: Callable[..., Any], timed: Tensors, seed: int) -> Callable[[], Any]:
+        """The gradient as autograd has it, what torch finds for it included, with `run` for the timed op."""
+        options = {**self.owner.usual, **self.options}
+        leaves = {n: None if t is None else t.detach() for n, t in self.leaves(seed).items()}
+        backward = Backward(self.owner, options, None, (policy.current(), False), list(leaves.values()))
+        backward.serve = lambda *tensors, **_: tuple(run(*tensors))
+        with torch.no_grad():
+            every = [*leaves.values(), *self.owner.define(leaves, options, True)]
+        kept, upstream = [every[i] for i in backward.keep], self.upstream(timed)
+        wanted = tuple(n in self.gradient.gives for n in self.owner.tensors)
+        return lambda: backward(upstream, kept, wanted, False)
 
     def call(self, inputs: Tensors) -> Call:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -70,23 +70,23 @@ def check(op: Op[Any]) -> None:
         raise _fault(op.name, faults)
 
 
-def check_gradient(op: Op[Any], gradient: Gradient, backward: Op[Any]) -> None:
+def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
     """The same for an op and the op of a gradient of it, once both are declared."""
-    given = {*gradient.grads.values(), *gradient.takes, *gradient.finds}
-    named = [name for source in gradient.gives for name in gradient.names(source)]
-    faults = [
-        *_unknown("gradient.grads, gradient.takes and gradient.finds", given, backward.tensors),
-        *_unknown("gradient.gives", named, (*backward.out, *gradient.grads.values())),
-        *_unknown("gradient.coo", (*gradient.coo, *gradient.coo.values()), backward.out),
-        *_unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional]),
-        *(
-            f"gradient: {backward.name} needs {name}, which neither grads, takes nor finds gives"
-            for name in backward.tensors
-            if name not in given and name not in backward.optional
-        ),
-    ]
+    faults = [fault for one in op.gradients if one.op == backward.name for fault in _gradient_faults(one, backward)]
     if faults:
         raise _fault(op.name, faults)
+
+
+def _gradient_faults(gradient: Gradient, backward: Op[Any]) -> Iterator[str]:
+    given = {*gradient.grads.values(), *gradient.takes, *gradient.finds}
+    named = [name for source in gradient.gives for name in gradient.names(source)]
+    yield from _unknown("gradient.grads, gradient.takes and gradient.finds", given, backward.tensors)
+    yield from _unknown("gradient.gives", named, (*backward.out, *gradient.grads.values()))
+    yield from _unknown("gradient.coo", (*gradient.coo, *gradient.coo.values()), backward.out)
+    yield from _unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional])
+    for name in backward.tensors:
+        if name not in given and name not in backward.optional:
+            yield f"gradient: {backward.name} needs {name}, which neither grads, takes nor finds gives"
 
 
 def _faults(op: Op[Any]) -> Iterator[str]:

@@ -6,13 +6,14 @@ The backward op itself is an op like any other (`op.py`); how autograd gets here
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, cuda, sparse_coo_tensor
 from torch._guards import detect_fake_mode
+from torch.nn.functional import pad
 
 from tilewright.core import declaration, node, policy, registry, selection
 from tilewright.core.call import Call, TensorFacts
@@ -37,6 +38,8 @@ class Backward:
         assert gradient is not None
         self.op, self.gradient, self.backend, self.frozen = op, gradient, backend, frozen
         self.backward: Op[Any] = registry.op(gradient.op)
+        self.serve: Callable[..., Any] = self.backward
+        """What computes it in eager: the backward op, which chooses a kernel, or one that benchmarks have chosen."""
         self.outputs = len(op.out)
         names = [*op.tensors, *op.out, *op.saved]
         inputs = dict(zip(op.tensors, tensors, strict=True))
@@ -96,36 +99,48 @@ class Backward:
         """Gradients of the op's tensors, None where not wanted."""
         if all(g is None for g in grads):
             return [None] * len(self.sources)
-        every = (*grads, *kept, *self._find(kept), None)
+        found, entries = self._find(kept)
+        every = (*grads, *kept, *found, None)
         tensors = [every[i] for i in self.places]
         options = dict(self.options)
-        found: Any
+        made: Any
         if self.backward.may_skip:
             options["needs"] = self.needs(wanted)
         if not any(self.needs(wanted)):
-            found = (None,) * self.made  # upstream gradients are all that is wanted
+            made = (None,) * self.made  # upstream gradients are all that is wanted
         elif by_node:
             with policy.restored(self.frozen[0]):
-                found = node.call(self.backward, tensors, options, self.backend)
+                made = node.call(self.backward, tensors, options, self.backend)
         else:
-            found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = [*((found,) if isinstance(found, Tensor) else found), *grads]
+            made = self.serve(*tensors, **options, backend=self.backend, _frozen=self.frozen)
+        results = [*((made,) if isinstance(made, Tensor) else made), *grads]
         for values, rows, shape in self.sparse:
-            results[values] = sparse_coo_tensor(
-                results[rows][None], results[values], shape, check_invariants=False, is_coalesced=False
-            )
+            if results[values] is not None:
+                results[values] = sparse_coo_tensor(
+                    results[rows][None, :entries], results[values][:entries], shape, check_invariants=False,
+                    is_coalesced=False,
+                )  # fmt: skip
         return [
             results[source] if want and source is not None else None
             for source, want in zip(self.sources, wanted, strict=True)
         ]
 
-    def _find(self, kept: Sequence[Any]) -> list[Tensor | None]:
-        """The parameters of the backward op that depend on values. The host waits for the device here."""
+    def _find(self, kept: Sequence[Any]) -> tuple[list[Tensor | None], int]:
+        """The parameters of the backward op that depend on values, and how many entries of it they stand for. The host
+        waits for the device here.
+
+        They are lengthened to one of few sizes, a 64th more at the most: a plan serves a size, and there is hardly a
+        step that has that of another.
+        """
         if not self.gradient.finds:
-            return []
+            return [], 0
         self.refuse_waiting(kept)
         known = {**self.known, **dict(zip(self.kept, kept, strict=True))}
-        return [one.define(**{n: known[n] for n in names_of(one)}) for one in self.gradient.finds.values()]
+        found = [one.define(**{n: known[n] for n in names_of(one)}) for one in self.gradient.finds.values()]
+        entries = next((len(one) for one in found if one is not None), 0)
+        step = max(1, 1 << entries.bit_length() >> 7)
+        more = -entries % step
+        return [one if one is None or not more else pad(one, (0, more)) for one in found], entries
 
     def refuse_waiting(self, tensors: Sequence[Any]) -> None:
         """Raise where the gradient has to wait for values, and cannot.
@@ -142,10 +157,10 @@ class Backward:
             where = "tensors without values (torch.compile, export, fake or meta tensors)"
         else:
             return
-        chosen = next((f"({name}=True)" for name, one in self.op.gradient_if.items() if one is self.gradient), "")
+        chosen = next((name for name, one in self.op.gradient_if.items() if one is self.gradient), "")
         raise Unsupported(
-            f"{self.op.name}{chosen}: the size of its gradient depends on values, for which the host waits: there is no "
-            f"rule for {where}; call it outside, or with {chosen[1:-6] or 'another option'}=False"
+            f"{self.op.name}{f'({chosen}=True)' if chosen else ''}: the size of its gradient depends on values, for "
+            f"which the host waits: no rule for {where}; call it outside" + f", or with {chosen}=False" * bool(chosen)
         )
 
     def refusal(self, call: Call, wanted: tuple[bool, ...] = ()) -> str:
@@ -185,7 +200,6 @@ class Backward:
                 options["needs"] = needs
             tensors = {n: {**kept, **grads}.get(n) for n in backward.tensors}
             yield backward.call(tensors, options, call.device, deterministic=call.deterministic)
-
 
     def _most_found(self, kept: Mapping[str, Any], call: Call) -> dict[str, TensorFacts | None]:
         specs = {param: found.rule(kept, call.options) for param, found in self.gradient.finds.items()}

@@ -66,11 +66,12 @@ class Gradient:
     several names the first that such a call has counts. `only` names, for a parameter of `takes`, the input without
     which it is not kept.
 
-    `finds` are parameters whose sizes depend on values. torch finds them when the gradient is computed, from what their
-    definitions name of the forward; the rule, on the backward op's tensors, says how large they may be. The host waits
-    for that, so such a gradient is refused in the capture of a CUDA graph and where tensors have no values
-    (torch.compile). `coo` maps outputs that hold rows of an input's gradient, one an entry, to the outputs that hold
-    which row each is: the gradient is then a sparse tensor of the input's shape, uncoalesced.
+    `coo` maps outputs that hold rows of an input's gradient, one an entry, to the outputs that hold which row each is:
+    the gradient is then a sparse tensor of the input's shape, uncoalesced. `finds` are vectors of a number an entry, as
+    many as values decide: torch finds them when the gradient is computed, from what their definitions name of the
+    forward; the rule, on the backward op's tensors, says how many there may be. The host waits for that, so such a
+    gradient is refused in the capture of a CUDA graph and where tensors have no values (torch.compile). The op may be
+    given a few zeros more, whose entries are cut off.
     """
 
     op: str

@@ -55,7 +55,7 @@ def check_op(op: Op[Any]) -> None:
     for one in known.values():
         for gradient in one.gradients:
             if gradient.op in known and op.name in (one.name, gradient.op):
-                declaration.check_gradient(one, gradient, known[gradient.op])
+                declaration.check_gradient(one, known[gradient.op])
 
 
 def add_op(op: Op[Any]) -> None:

@@ -1,7 +1,7 @@
 """The embedding family: embedding_bag_mean and its gradients, dense and sparse.
 
-The ops are in `bag` and `sparse`. Their kernels are declared in `kernels.py` and written in one file a backend and pass; how a call
-is cut into programs is in `configs.py`, the workloads are in `workloads.py`.
+The ops are in `bag` and `sparse`. Their kernels are declared in `kernels.py` and written in one file a backend and
+pass; how a call is cut into programs is in `configs.py` and `sparse_configs.py`, the workloads are in `workloads.py`.
 """
 
 from tilewright.core import registry

@@ -185,7 +185,7 @@ _OTHERS = ({"padding_idx": None}, {"padding_idx": 3})
         long=("V",),
         derive=_derive,
     ),
-    workloads=workloads.BAGS,
+    workloads=(*workloads.BAGS, *workloads.SPARSE),
 )
 def embedding_bag_mean(
     weight: Tensor,

@@ -73,7 +73,7 @@ def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         dtypes={"indices": (torch.int32,)},
         derive=_derive,
     ),
-    workloads=workloads.BAGS,
+    workloads=workloads.SPARSE_BACKWARD,
 )
 def embedding_bag_mean_sparse_backward(
     dout: Tensor, indices: Tensor, count: Tensor, places: Tensor
