@@ -210,7 +210,7 @@ class _Bench:
         """The kernel alone on each set; on a CPU with its outputs allocated ahead, where it lets us."""
         tensors = [[inputs[n] for n in self.problem.op.tensors] for inputs in self.sets]
         if self.problem.waits:
-            self._note("its gradient waits for values: times are those of the whole of it, between two events")
+            self._note("the host waits for values in it, so it is timed as a whole, what torch does for it included")
             run = _any_size(kernel, config, self.problem)
             return [self.problem.whole(run, timed, seed) for seed, timed in enumerate(self.sets)]
         if not self.gpu and registry.backend(kernel.backend).launches:
