@@ -194,7 +194,10 @@ class EventWatch:
     def __init__(self, runs: Sequence[Run], device: torch.device, stream: Any, calls: int = 20) -> None:
         self.device, self.stream, self.runs = device, stream, runs
         self.calls = calls * len(runs)
-        self.kept = [run() for run in (*runs, *runs)]
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # inputs were made on another stream
+            with torch.cuda.stream(stream):
+                self.kept = [run() for run in (*runs, *runs)]
 
     def __call__(self) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
