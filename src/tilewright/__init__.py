@@ -43,7 +43,11 @@ from tilewright.ops.activation import (
     swiglu_packed,
     swiglu_packed_backward,
 )
-from tilewright.ops.embedding import embedding_bag_mean, embedding_bag_mean_backward
+from tilewright.ops.embedding import (
+    embedding_bag_mean,
+    embedding_bag_mean_backward,
+    embedding_bag_mean_sparse_backward,
+)
 from tilewright.ops.linear import linear, linear_backward
 from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
 from tilewright.ops.norm import (
@@ -119,6 +123,7 @@ __all__ = [
     "dropout_add_backward",
     "embedding_bag_mean",
     "embedding_bag_mean_backward",
+    "embedding_bag_mean_sparse_backward",
     "explain",
     "gated_residual",
     "gated_residual_backward",

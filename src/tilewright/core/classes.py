@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tilewright.core import registry
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 
@@ -41,7 +43,7 @@ def _forms(call: Call) -> dict[str, str]:
 
 def _has_columns(call: Call, name: str) -> bool:
     """False for one number a row (statistics): their last dimension counts rows."""
-    return registry.op(call.op).probes.dims.get(name) != "M"
+    return not registry.op(call.op).probes.is_vector(name)
 
 
 def _layout(name: str, facts: TensorFacts, columns: bool) -> str:
@@ -67,6 +69,8 @@ def _options(call: Call, defaults: dict[str, Any]) -> list[str]:
 
 def _option(value: Any) -> str:
     """Numbers are run-time arguments: only whether they are zero may choose another kernel."""
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, (int, float)):

@@ -196,7 +196,12 @@ class _Apply(torch.autograd.Function):
 def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:
     # functorch was ruled out by the entry, so the Python wrapper of Function.apply has nothing to do
     apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Apply)
-    return lambda *tensors: apply(backward, run, *tensors)
+
+    def ready(*tensors: Tensor | None) -> Any:
+        backward.refuse_waiting(tensors)
+        return apply(backward, run, *tensors)
+
+    return ready if backward.gradient.finds else lambda *tensors: apply(backward, run, *tensors)
 
 
 # Everything that is not plain eager.

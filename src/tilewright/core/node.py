@@ -20,7 +20,7 @@ from tilewright.core.op import Op
 NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
 
 _library = torch.library.Library("tilewright", "DEF")
-_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
+_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
 def define(op: Op[Any], run: NodeRun) -> None:
@@ -117,13 +117,14 @@ class _NodeApply(torch.autograd.Function):
         from tilewright.core import policy
         from tilewright.core.gradient import Backward
 
+        frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
+        ctx.plan = Backward(op, options, backend, frozen, tensors)
+        ctx.plan.refuse_waiting(tensors)
         saving = getattr(torch.ops.tilewright, op.name + "_saving")
         with torch._C._AutoDispatchBelowAutograd():
             found = saving(*tensors, **options, backend=backend)
         found = unpack(op, found, tensors, options, True)
         results = (found,) if isinstance(found, torch.Tensor) else found  # one output, and nothing saved
-        frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
-        ctx.plan = Backward(op, options, backend, frozen, tensors)
         every = (*tensors, *results)
         ctx.save_for_backward(*[every[i] for i in ctx.plan.keep])
         ctx.set_materialize_grads(False)

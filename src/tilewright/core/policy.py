@@ -78,7 +78,7 @@ def _rule(
         return Rule(backend, None, check, strict)  # type: ignore[arg-type]  # checked above
     chosen = [o if isinstance(o, Op) else registry.op(o) for o in ops]
     # a rule for an op speaks of its backward too
-    names = {o.name for o in chosen} | {o.gradient.op for o in chosen if o.gradient is not None}
+    names = {o.name for o in chosen} | {gradient.op for o in chosen for gradient in o.gradients}
     return Rule(backend, frozenset(names), check, strict)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,12 +29,14 @@ class Probes:
 
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
     twice as many, a number is itself, any other word a size that `sizes` names, with its usual value; "" is one number.
+    "M*L" is one dimension of up to M times L, as many as `derive` finds: a vector along rows, as "M" alone is.
     A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
-    fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
-    one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
+    fills in tensors that depend on others (what forward saved). `by_option` names tensors of numbers whose dtype an
+    option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
+    `long` names sizes that are numbers of rows, which checks cut to what fits.
     """
 
     dims: Mapping[str, str]
@@ -43,6 +46,7 @@ class Probes:
     sizes: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
+    by_option: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
@@ -62,7 +66,8 @@ class Probes:
         """The shape of tensor `name`, in its usual form or in another."""
         found: list[int] = []
         for word in (self.forms(name)[0] if form is None else form).split():
-            found += extent.lead if word == "M" else (self._size(word, extent),)
+            factors = [math.prod(extent.lead) if f == "M" else self._size(f, extent) for f in word.split("*")]
+            found += extent.lead if word == "M" else (math.prod(factors),)
         return tuple(found)
 
     def unusual(self, shapes: Mapping[str, Shape | None]) -> dict[str, str]:
@@ -100,6 +105,10 @@ class Probes:
         words = self.forms(name)[0].split()
         return len(words) == 2 and (words[0] == "M" or name in self.tables) and name not in self.values
 
+    def is_vector(self, name: str) -> bool:
+        """Whether it is a vector along rows, which has no columns: its length is a number of rows."""
+        return self.dims.get(name) == "M" or "*" in self.dims.get(name, "")
+
     def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
         """`sizes` with no more than `most` rows in any table."""
         return {name: min(size, most) if name in self.long else size for name, size in sizes.items()}
@@ -114,6 +123,7 @@ class Probes:
         for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
                 known = word in ("C", *self.sizes) or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
+                known = known or ("*" in word and all(factor in ("M", *self.sizes) for factor in word.split("*")))
                 if not known and (word != "M" or place):
                     names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')

@@ -53,8 +53,9 @@ def check_op(op: Op[Any]) -> None:
         raise TilewrightError(f"op {op.name!r} is declared twice")
     known = {**_ops, op.name: op}
     for one in known.values():
-        if one.gradient is not None and one.gradient.op in known and op.name in (one.name, one.gradient.op):
-            declaration.check_gradient(one, known[one.gradient.op])
+        for gradient in one.gradients:
+            if gradient.op in known and op.name in (one.name, gradient.op):
+                declaration.check_gradient(one, known[gradient.op])
 
 
 def add_op(op: Op[Any]) -> None:
@@ -130,8 +131,8 @@ def ops() -> list[Op[Any]]:
 
 
 def served_by(gradient: str) -> list[Op[Any]]:
-    """The ops that name `gradient` as their gradient; none for an op that is not one."""
-    return [o for o in list(_ops.values()) if o.gradient is not None and o.gradient.op == gradient]
+    """The ops that name `gradient` as a gradient of theirs; none for an op that is not one."""
+    return [o for o in list(_ops.values()) if any(one.op == gradient for one in o.gradients)]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:

@@ -118,7 +118,8 @@ def other_dtypes(call: Call) -> dict[str, torch.dtype]:
 def main_of(call: Call) -> TensorFacts:
     """The tensor whose dtype is that of the call: the first of its row tensors, else of its tensors of numbers."""
     op = registry.op(call.op)
-    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in op.probes.values]
+    apart = (*op.probes.values, *op.probes.by_option)
+    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in apart]
     return next((facts for facts in given if op.probes.is_rows(facts.name)), given[0])
 
 
@@ -259,7 +260,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     ]
     for layout in layouts[:5] + layouts[5::3] if size == "tiny" else layouts:
         yield Case("layout", lead=(2, 3, 2), columns=160, layouts={"*": layout}, **everything)
-    upstream = {param for o in registry.served_by(op.name) if o.gradient for param in o.gradient.grads.values()}
+    served = [g for o in registry.served_by(op.name) for g in o.gradients if g.op == op.name]
+    upstream = {param for gradient in served for param in gradient.grads.values()}
     for name in row_tensors:
         for layout in ("padded 1", "expanded", "columns") if name in upstream else ("padded 1",):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)

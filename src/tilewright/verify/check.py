@@ -45,12 +45,13 @@ def truth_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: b
     """Run the definition in float64 and in the call's own dtypes."""
     names = [*op.out, *(op.saved if saving else ())]
     wide = {n: None if t is None else t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    exact = {n: torch.float64 if isinstance(v, torch.dtype) else v for n, v in options.items()}  # it rounds nothing
     with torch.no_grad(), _no_python_native():
-        oracle = dict(zip(names, op.define(wide, options, saving), strict=True))
+        oracle = dict(zip(names, op.define(wide, exact, saving), strict=True))
         baseline = dict(zip(names, op.define(inputs, options, saving), strict=True))
         known = {**wide, **oracle}
         if not saving:
-            known |= dict(zip([*op.out, *op.saved], op.define(wide, options, True), strict=True))
+            known |= dict(zip([*op.out, *op.saved], op.define(wide, exact, True), strict=True))
         scale = op.error_scale(known, options)
     return Truth(oracle, baseline, scale)
 

@@ -74,7 +74,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
-    layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
+    layouts = {n: _layout(f) for n in op.tensors if not op.probes.is_vector(n) and (f := call.tensors[n]) is not None}
     sizes = op.probes.cut(extent.sizes, most)
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []

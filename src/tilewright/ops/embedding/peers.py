@@ -28,7 +28,10 @@ def _padding(o: Options) -> int | None:
 
 
 def _eager(t: Tensors, o: Options) -> Run:
-    return functools.partial(F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o))
+    """torch's function; `sparse_grad` is its `sparse`."""
+    return functools.partial(
+        F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o), sparse=o["sparse_grad"]
+    )
 
 
 def _gather(t: Tensors, o: Options) -> Run:
@@ -46,11 +49,11 @@ def _gather(t: Tensors, o: Options) -> Run:
 
 
 @functools.cache
-def _compiled(padding: int | None, signature: tuple[Any, ...]) -> Callable[..., Any]:
+def _compiled(padding: int | None, sparse: bool, signature: tuple[Any, ...]) -> Callable[..., Any]:
     """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
 
     def embedding_bag(indices: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding)
+        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding, sparse=sparse)
 
     embedding_bag.__code__ = embedding_bag.__code__.replace()
     return torch.compile(embedding_bag, dynamic=False, fullgraph=True)
@@ -62,7 +65,7 @@ def _compile(t: Tensors, o: Options) -> Run:
 
     arguments = (t["indices"], t["weight"])
     signature = tuple((a.shape, a.stride(), a.dtype, a.requires_grad) for a in arguments)
-    compiled = _compiled(_padding(o), signature)
+    compiled = _compiled(_padding(o), o["sparse_grad"], signature)
 
     def run() -> Any:
         # a graph that is kept for many backwards may not donate its buffers

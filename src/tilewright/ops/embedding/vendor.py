@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def a_row_to_leave_out(call: Call) -> Iterable[Reason]:
 
 
 def embedding_bag_mean(
-    weight: Tensor, indices: Tensor, *, padding_idx: int | None, out_of_range: str, saving: bool
+    weight: Tensor, indices: Tensor, *, padding_idx: int | None, out_of_range: str, saving: bool, **_: Any
 ) -> tuple[Tensor, ...]:
     counted, bad = masks(indices, weight.shape[0], padding_idx)
     *bags, many = indices.shape

@@ -1,6 +1,7 @@
 """Inputs of embedding bags as recommenders have them: bags, columns, (rows of the table, ids a bag)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -44,3 +45,25 @@ BAGS = (
     Workload("small vocabulary, 65536 bags of 8 from 1000 rows", 65536, 64, torch.bfloat16, (1000, 8)),
     Workload("serving, 16 bags of 200 from 1M rows", 16, 128, torch.float16, (1_000_000, 200)),
 )
+SPARSE = (
+    Workload(
+        "sparse gradient, 8192 bags of 32 from 500K rows",
+        8192,
+        128,
+        torch.float32,
+        (500_000, 32),
+        {"sparse_grad": True},
+        {"indices": popular},
+    ),
+    Workload(
+        "sparse gradient, 65536 bags of 20 from 2M rows",
+        65536,
+        64,
+        torch.bfloat16,
+        (2_000_000, 20),
+        {"sparse_grad": True},
+        {"indices": popular},
+    ),
+)
+SPARSE_BACKWARD = tuple(replace(workload, options={}) for workload in SPARSE)
+"""The same for the op of that gradient, which has no such option."""
