@@ -112,6 +112,8 @@ class Call:
     deterministic: bool = False
     outputs: tuple[str, ...] = field(default=())
     """Names of the tensors that the kernel writes, in order; the saved statistics of the forward come last."""
+    into: Mapping[str, str] = field(default_factory=dict)
+    """Of an in-place form: by output, the input that it overwrites."""
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name] if name in self.tensors else self.options[name]
@@ -126,6 +128,18 @@ class Call:
 
     def has(self, name: str) -> bool:
         return self.tensors.get(name) is not None
+
+    @property
+    def form(self) -> str:
+        """The op as the caller named it."""
+        return f"{self.op}_" if self.into else self.op
+
+    @property
+    def aliased(self) -> dict[str, str]:
+        """What of `into` the kernel itself writes where the input is: kernels write dense, aligned outputs. What lies
+        otherwise gets a copy of what the kernel wrote elsewhere."""
+        facts = {output: self.tensors[name] for output, name in self.into.items()}
+        return {o: f.name for o, f in facts.items() if f is not None and f.contiguous and f.align == 16}
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

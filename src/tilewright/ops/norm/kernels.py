@@ -24,6 +24,9 @@ PARAMETERS = ("weight", "bias", "pre_bias")
 """Read as dense by every kernel. Backward reads the weight alone; of the biases it needs the dtype."""
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "l2_norm")
+IN_PLACE = ("rms_norm", "add_rms_norm", "add_layer_norm")
+"""Programs keep to rows of their own. Those that hold a row have read it before they write; those that walk one read
+the residual once, before h is written there and read back by who wrote it, and x for the last time just before y."""
 BACKWARD = {"rms_norm_backward": "rms", "layer_norm_backward": "layer", "l2_norm_backward": "l2"}
 
 
@@ -39,7 +42,7 @@ def _kernel(
         op,
         backend,
         f"{_HERE}.{function}",
-        Capability(devices, limits=limits),
+        Capability(devices, limits=limits, in_place=op in IN_PLACE),
         configs,
         **more,  # type: ignore[arg-type]
     )
@@ -96,7 +99,13 @@ CUDA_KERNELS = [
 ]  # fmt: skip
 
 VENDOR_KERNELS = [
-    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices, limits=(limit,)), label="aten")
+    Kernel(
+        op,
+        "vendor",
+        f"{_HERE}.vendor:{op}",
+        Capability(devices, limits=(limit,), in_place=op in IN_PLACE),
+        label="aten",
+    )
     for op, devices, limit in (
         ("rms_norm", (), vendor.plain_rms),
         ("layer_norm", (), vendor.plain_layer),
