@@ -193,6 +193,7 @@ def overwriting(run: Callable[..., list[Any]], call: Call) -> Callable[..., list
     Where tensors lie is looked at in each call, for no plan knows it.
     """
     op, form = registry.op(call.op), registry.op(call.op).in_place.name
+    inference = torch.is_inference_mode_enabled
     places = {name: i for i, name in enumerate(op.tensors)}
     written = [(list(op.out).index(output), places[name]) for output, name in call.into.items()]
     pairs: list[tuple[int, int, int, int, TensorFacts, TensorFacts]] = []
@@ -208,6 +209,10 @@ def overwriting(run: Callable[..., list[Any]], call: Call) -> Callable[..., list
             if least < distance < most and meet(one, two, distance):
                 problem = f"shares memory with {two.name}, and it is overwritten"
                 raise InvalidArgument(form, one.name, problem, f"{two.name}.clone() would do")
+        for _, at in written:
+            if tensors[at].is_inference() and not inference():  # type: ignore[union-attr]
+                problem = "made in inference mode, and it is overwritten outside of that"
+                raise InvalidArgument(form, op.tensors[at], problem, f"{op.tensors[at]}.clone() would do")
         made = run(*tensors)
         for output, at in written:
             place: Any = tensors[at]

@@ -153,8 +153,14 @@ def _define_in_place(op: InPlace[Any], run: NodeRun, into: Targets) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return node.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **options, backend=backend)
 
+    def resolved(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        """Torch's own fallback for lazily negated tensors wants what is overwritten returned."""
+        op.refuse_lazy(_padded(op, tensors))
+        return node(*[None if t is None else t.resolve_neg() for t in tensors], **options, backend=backend)
+
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     _library.impl(name, fake, "Meta")
+    _library.impl(name, resolved, "Negative")
     _library.impl(name, changed, "ADInplaceOrView", with_keyset=True)
     _library.impl(name, autograd, "Autograd", with_keyset=True)
     packet, _, overload = name.partition(".")
