@@ -74,8 +74,7 @@ class InPlace(Op[R]):
         self.of = functional
         self.name = self.__name__ = f"{functional.name}_"
         self.gradient, self.saved = None, {}
-        written = "; ".join(f"{output} overwrites {_either(names)}" for output, names in functional.into.items())
-        self.__doc__ = f"`{functional.name}` in place: {written}. No gradient.\n\n{functional.__doc__}"
+        self.__doc__ = f"`{functional.name}` in place: {self.written()}. No gradient.\n\n{functional.__doc__}"
 
     @property
     def functional(self) -> Op[R]:
@@ -91,6 +90,10 @@ class InPlace(Op[R]):
             output: next((n for n in names if given.get(n) is not None), names[-1])
             for output, names in self.into.items()
         }
+
+    def written(self) -> str:
+        """What overwrites what, in words."""
+        return "; ".join(f"{output} overwrites {_either(names)}" for output, names in self.into.items())
 
     def every_target(self) -> list[Targets]:
         """What calls may overwrite, each way once."""
