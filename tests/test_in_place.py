@@ -29,6 +29,7 @@ from tilewright.core.errors import TilewrightError
 from tilewright.core.in_place import InPlace
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
+from tilewright.core.op import Op
 from tilewright.verify.cases import Case, build, make_inputs
 from tilewright.verify.check import check, truth_of
 from tilewright.verify.suite import verify_kernel
@@ -103,7 +104,9 @@ def test_kernels_write_where_the_input_is(form: Any) -> None:
 def test_any_strides_are_written_rightly(form: Any, layout: str, backend: str | None) -> None:
     name = target(form, made(form))
     inputs = made(form, lead=(2, 3, 2), layouts={name: layout})
-    if backend == "triton" and layout in ("columns", "swapped"):  # three levels of strides, and columns apart
+    try:
+        run(form.functional, inputs, backend=backend)
+    except tw.NoKernel:  # what the kernel refuses of the op it refuses of the form
         with pytest.raises(tw.NoKernel, match=rf'{form.name}\(backend="triton"\)(.|\n)*{name}: .*contiguous'):
             run(form, inputs, backend=backend)
         return
@@ -234,8 +237,7 @@ def test_a_lazily_negated_tensor_is_refused() -> None:
 def test_an_output_of_another_form_than_its_place_is_refused() -> None:
     form = tw.add_rms_norm_
     assert isinstance(form, InPlace)
-    swapped = InPlace(form.functional)
-    swapped.into = {"h": ("weight",)}
+    swapped = InPlace(form.functional, {"h": ("weight",)})
     x = torch.randn(3, C)
     with pytest.raises(tw.InvalidArgument, match=r"weight: weight fp32\[24\], to be overwritten by h fp32\[3, 24\]"):
         facts_of(swapped, [x, x.clone(), torch.ones(C)], dict(form.usual), False, False)
@@ -264,7 +266,10 @@ def test_a_declaration_that_does_not_agree_is_refused(name: str, into: dict[str,
 def test_a_form_is_declared_once() -> None:
     op = registry.op("silu")
     with pytest.raises(TilewrightError, match="'silu_' is declared twice"):
-        in_place.in_place(op, y="x")
+        in_place.in_place(op, y=("x",))
+    taken = Op("silu_", op.family, op.reference, op.out, op.check, op.cost, op.error_scale, op.probes)
+    with pytest.raises(TilewrightError, match="'silu_' is declared twice"):
+        registry.check_op(taken)
     assert op.in_place is tw.silu_ and tw.silu_(torch.zeros(2)).shape == (2,)
 
 
@@ -526,22 +531,26 @@ def test_a_warm_call_is_captured_and_takes_no_memory(form: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [1, 7, 96, 229, 1000, 2048, 4096, 8192, 16384, 24576, 65536, 131072])
+@pytest.mark.parametrize("columns", [1, 7, 96, 229, 1000, 4096, 8192, 16384, 24576, 65536])
 @every_form
 def test_races_would_show(form: Any, columns: int) -> None:
     """Many rows, many times: an element read after another thread wrote it differs sooner or later."""
     rows = max(8, min(4096, (1 << 25) // columns))
-    for kernel in registry.kernels_of(form.functional.name):
-        if kernel.backend not in ("triton", "tilelang", "cuda"):
-            continue
-        inputs = make_inputs(form, (rows, columns), torch.bfloat16, device="cuda")
-        name = target(form, inputs)
-        first = inputs[name].clone()
+    inputs = make_inputs(form, (rows, columns), torch.bfloat16, device="cuda")
+    name = target(form, inputs)
+    first = inputs[name].clone()
+    ran = []
+    for backend in ("triton", "tilelang", "cuda"):
         try:
-            wanted = listed(run(form.functional, inputs, backend=kernel.backend))
+            with tw.use(check="never"):
+                wanted = listed(run(form.functional, inputs, backend=backend))
         except tw.NoKernel:
             continue
         for _ in range(20):
             inputs[name].copy_(first)
-            found = listed(run(form, inputs, backend=kernel.backend))
-            assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True)), kernel
+            with tw.use(check="never"):
+                found = listed(run(form, inputs, backend=backend))
+            assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True)), backend
+        inputs[name].copy_(first)
+        ran.append(backend)
+    assert "triton" in ran

@@ -136,10 +136,15 @@ class Call:
 
     @property
     def aliased(self) -> dict[str, str]:
-        """What of `into` the kernel itself writes where the input is: kernels write dense, aligned outputs. What lies
-        otherwise gets a copy of what the kernel wrote elsewhere."""
-        facts = {output: self.tensors[name] for output, name in self.into.items()}
-        return {o: f.name for o, f in facts.items() if f is not None and f.contiguous and f.align == 16}
+        """`into`, where the kernel itself writes where the inputs are. Kernels write dense, aligned outputs: inputs
+        that lie otherwise get copies of what the kernel wrote elsewhere."""
+        return {} if self.misplaced else dict(self.into)
+
+    @property
+    def misplaced(self) -> list[str]:
+        """What is overwritten and does not lie as kernels write."""
+        facts = [self.tensors[name] for name in self.into.values()]
+        return [f.name for f in facts if f is not None and not (f.contiguous and f.align == 16)]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

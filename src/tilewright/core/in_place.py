@@ -39,39 +39,39 @@ def in_place(op: Op[R], **into: str | tuple[str, ...]) -> Op[R]:
     """
     from tilewright.core import entry
 
-    op.into = {output: (names,) if isinstance(names, str) else tuple(names) for output, names in into.items()}
-    faults = list(_faults(op))
+    named = {output: (names,) if isinstance(names, str) else tuple(names) for output, names in into.items()}
+    faults = list(_faults(op, named))
     if faults:
-        op.into = {}
         raise TilewrightError(f"the in-place form of op {op.name} does not agree with it: {'; '.join(faults)}")
-    form = InPlace(op)
+    form = InPlace(op, named)
     registry.check_form(form)
     entry.install(form)
     registry.add_form(form)
+    op.into = named
     return form
 
 
-def _faults(op: Op[Any]) -> Iterator[str]:
-    if not op.into:
+def _faults(op: Op[Any], into: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    if not into:
         yield "it names no output"
     if op.may_skip:
         yield "some calls of it have no outputs to overwrite with"
-    for output, names in op.into.items():
+    for output, names in into.items():
         if output not in op.out:
             yield f"{output!r} is none of {', '.join(op.out)}"
         yield from (f"{name!r} is none of {', '.join(op.tensors)}" for name in names if name not in op.tensors)
         if names[-1] in op.optional:
             yield f"{names[-1]} may be absent, and then {output} has no place: name a tensor that every call gives last"
-    every = [name for names in op.into.values() for name in names]
+    every = [name for names in into.values() for name in names]
     yield from (f"{name} is named twice" for name in dict.fromkeys(every) if every.count(name) > 1)
 
 
 class InPlace(Op[R]):
     """The in-place form of `functional`: called, explained and pinned like any op. It has no gradient."""
 
-    def __init__(self, functional: Op[R]) -> None:
+    def __init__(self, functional: Op[R], into: Mapping[str, tuple[str, ...]]) -> None:
         self.__dict__.update(functional.__dict__)
-        self.of = functional
+        self.of, self.into = functional, into
         self.name = self.__name__ = f"{functional.name}_"
         self.gradient, self.saved = None, {}
         self.__doc__ = f"`{functional.name}` in place: {self.written()}. No gradient.\n\n{functional.__doc__}"

@@ -51,7 +51,7 @@ load_failures: list[LoadFailure] = []
 
 def check_op(op: Op[Any]) -> None:
     """Raises `TilewrightError` where the op cannot be added to those that are declared."""
-    if op.name in _ops:
+    if op.name in _ops or op.name in [form.name for form in _forms.values()]:
         raise TilewrightError(f"op {op.name!r} is declared twice")
     known = {**_ops, op.name: op}
     for one in known.values():

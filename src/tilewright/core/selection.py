@@ -136,11 +136,10 @@ def _empty(call: Call) -> bool:
 
 
 def _copies(call: Call) -> list[str]:
-    """What of an in-place call is not written where it goes."""
+    """Of an in-place call that kernels cannot write where it goes."""
+    copied = ", ".join(f"{output} is copied to {name}" for output, name in call.into.items())
     return [
-        f"{name} is not contiguous at a multiple of 16 bytes, as kernels write: {output} is copied there"
-        for output, name in call.into.items()
-        if output not in call.aliased
+        f"{name} is not contiguous at a multiple of 16 bytes, as kernels write: {copied}" for name in call.misplaced[:1]
     ]
 
 
