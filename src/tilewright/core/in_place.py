@@ -195,36 +195,47 @@ def overwriting(run: Callable[..., list[Any]], call: Call) -> Callable[..., list
 
     Where tensors lie is looked at in each call, for no plan knows it.
     """
-    op, form = registry.op(call.op), registry.op(call.op).in_place.name
-    inference = torch.is_inference_mode_enabled
-    places = {name: i for i, name in enumerate(op.tensors)}
-    written = [(list(op.out).index(output), places[name]) for output, name in call.into.items()]
-    pairs: list[tuple[int, int, int, int, TensorFacts, TensorFacts]] = []
-    for name in call.into.values():
-        for other in op.tensors:
-            one, two = call.tensors[name], call.tensors[other]
-            if other != name and one is not None and two is not None:
-                pairs.append((places[name], places[other], -_extent(two), _extent(one), one, two))
+    op = registry.op(call.op)
+    inference, bump = torch.is_inference_mode_enabled, torch._C._increment_version
+    outputs, places = list(op.out), {name: i for i, name in enumerate(op.tensors)}
+    written = [(outputs.index(output), places[name], _beside(op, call, name)) for output, name in call.into.items()]
 
-    def overwrite(*tensors: Tensor | None) -> list[Any]:
-        for at, beside, least, most, one, two in pairs:
-            distance = tensors[beside].data_ptr() - tensors[at].data_ptr()  # type: ignore[union-attr]
-            if least < distance < most and meet(one, two, distance):
-                problem = f"shares memory with {two.name}, and it is overwritten"
-                raise InvalidArgument(form, one.name, problem, f"{two.name}.clone() would do")
-        for _, at in written:
-            if tensors[at].is_inference() and not inference():  # type: ignore[union-attr]
+    def overwrite(*tensors: Any) -> list[Any]:
+        for _, at, others in written:
+            place = tensors[at]
+            if place.is_inference() and not inference():
                 problem = "made in inference mode, and it is overwritten outside of that"
-                raise InvalidArgument(form, op.tensors[at], problem, f"{op.tensors[at]}.clone() would do")
+                raise _refusal(call, op.tensors[at], problem, op.tensors[at])
+            start = place.data_ptr()
+            for other, least, most in others:
+                if least < tensors[other].data_ptr() - start < most:
+                    _refuse_shared(call, op.tensors[at], op.tensors[other], tensors[other].data_ptr() - start)
         made = run(*tensors)
-        for output, at in written:
-            place: Any = tensors[at]
-            found = made[output]
+        for output, at, _ in written:
+            place, found = tensors[at], made[output]
             if found is None or found is place:  # the kernel wrote there, which torch has not seen
-                torch._C._increment_version((place,))
+                bump((place,))
             else:
                 place.copy_(found)
             made[output] = place
         return made
 
     return overwrite
+
+
+def _beside(op: Op[Any], call: Call, name: str) -> list[tuple[int, int, int]]:
+    """The other tensors, by place, and between which distances in bytes they may share memory with `name`."""
+    one = call.tensors[name]
+    others = [(place, call.tensors[other]) for place, other in enumerate(op.tensors) if other != name]
+    return [] if one is None else [(place, -_extent(two), _extent(one)) for place, two in others if two is not None]
+
+
+def _refuse_shared(call: Call, name: str, other: str, distance: int) -> None:
+    one, two = call.tensors[name], call.tensors[other]
+    assert one is not None and two is not None
+    if meet(one, two, distance):
+        raise _refusal(call, name, f"shares memory with {other}, and it is overwritten", other)
+
+
+def _refusal(call: Call, name: str, problem: str, cloned: str) -> InvalidArgument:
+    return InvalidArgument(call.form, name, problem, f"{cloned}.clone() would do")
