@@ -25,11 +25,13 @@ from op_calls import listed, same
 from tilewright.core import in_place, node, registry
 from tilewright.core.arguments import facts_of
 from tilewright.core.call import TensorFacts
+from tilewright.core.device import target_device
 from tilewright.core.errors import TilewrightError
 from tilewright.core.in_place import InPlace
 from tilewright.core.kernel import Kernel
-from tilewright.core.launch import Config
+from tilewright.core.launch import Config, stages_of
 from tilewright.core.op import Op
+from tilewright.tune.classes import call_of as tuned_call
 from tilewright.verify.cases import Case, build, make_inputs
 from tilewright.verify.check import check, truth_of
 from tilewright.verify.suite import verify_kernel
@@ -312,6 +314,40 @@ def test_a_kernel_that_reads_what_it_wrote_is_caught(device: str) -> None:
     ):
         outcome = check(made, Config(), op, inputs, op.usual, truth, saving=False, emulated=emulated, in_place=True)
         assert bool(outcome.problems) is red and outcome.in_place is made.capability.in_place
+
+
+@pytest.mark.parametrize("shape", [(8, 229), (256, 4096), (2048, 16384), (64, 65536)])
+@every_form
+def test_the_same_launches_serve_both(form: Any, shape: tuple[int, ...]) -> None:
+    """Of every language, those that do not run here too: what tells them apart is where the output lies."""
+    op, device, found = form.functional, target_device("sm_90"), []
+    absent = op.probes.absent[0]
+    plain, over = (tuned_call(o, shape, torch.bfloat16, device, absent=absent) for o in (op, form))
+    assert over.aliased and over.form == form.name
+    for kernel in registry.kernels_of(op.name):
+        if not registry.backend(kernel.backend).launches or kernel.capability.reasons(plain):
+            continue
+        reasons = kernel.capability.reasons(over)
+        if reasons:
+            assert [r.argument for r in reasons] == ["in place"]
+            continue
+        for config in kernel.configs_for(plain):
+            pairs = zip(*(stages_of(kernel.load()(call, config)) for call in (plain, over)), strict=True)
+            for one, two in pairs:
+                assert (one.function, one.grid, one.args) == (two.function, two.grid, two.args)
+                assert (one.constants, one.options) == (two.constants, two.options)
+        assert kernel.configs_for(plain) == kernel.configs_for(over)
+        found.append(kernel.backend)
+    assert "triton" in found
+
+
+def test_a_limit_may_refuse_the_form_alone() -> None:
+    (kernel,) = [k for k in registry.kernels_of("add_rms_norm") if k.backend == "tilelang"]
+    for columns, words in ((32768, []), (65536, ["in place: rows above 32768 columns are read back"])):
+        calls = [tuned_call(o, (64, columns), torch.bfloat16, target_device("sm_90"), absent=("weight",))
+                 for o in (tw.add_rms_norm, tw.add_rms_norm_)]  # fmt: skip
+        plain, over = ([str(r).partition(";")[0] for r in kernel.capability.reasons(call)] for call in calls)
+        assert not plain and over == words
 
 
 def test_first_use_proves_the_form_apart(device: str) -> None:
