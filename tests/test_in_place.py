@@ -250,6 +250,7 @@ def test_an_output_of_another_form_than_its_place_is_refused() -> None:
     [
         ("l2_norm", {}, "it names no output"),
         ("l2_norm", {"z": "x"}, "'z' is none of y"),
+        ("l2_norm", {"y": ()}, "y has no place"),
         ("l2_norm", {"y": "z"}, "'z' is none of x"),
         ("layer_norm", {"y": "weight"}, "weight may be absent"),
         ("swiglu", {"y": ("up", "up")}, "up is named twice"),

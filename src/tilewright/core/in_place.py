@@ -60,7 +60,9 @@ def _faults(op: Op[Any], into: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
         if output not in op.out:
             yield f"{output!r} is none of {', '.join(op.out)}"
         yield from (f"{name!r} is none of {', '.join(op.tensors)}" for name in names if name not in op.tensors)
-        if names[-1] in op.optional:
+        if not names:
+            yield f"{output} has no place"
+        elif names[-1] in op.optional:
             yield f"{names[-1]} may be absent, and then {output} has no place: name a tensor that every call gives last"
     every = [name for names in into.values() for name in names]
     yield from (f"{name} is named twice" for name in dict.fromkeys(every) if every.count(name) > 1)
