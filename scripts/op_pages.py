@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import tilewright  # noqa: E402, F401  declares the ops
 from tilewright.core import registry  # noqa: E402
 from tilewright.core.device import target_device  # noqa: E402
+from tilewright.core.in_place import InPlace  # noqa: E402
 from tilewright.core.kernel import Kernel  # noqa: E402
 from tilewright.core.op import Op  # noqa: E402
 from tilewright.tune.classes import call_of  # noqa: E402
@@ -50,6 +51,8 @@ def page(op: Op[Any]) -> str:
     parts += ["## Tensors and options", *surface(op)]
     if op.gradient is not None:
         parts += ["## Gradient", *gradient(op), *other_gradients(op)]
+    if op.into:
+        parts += ["## In place", *overwriting(op)]
     parts += ["## Kernels", *kernels(op)]
     parts += ["## Measured", *measured(op)]
     parts += ["## Try it", *commands(op)]
@@ -142,6 +145,15 @@ def other_gradients(op: Op[Any]) -> Iterator[str]:
                 else "."
             )
         )
+
+
+def overwriting(op: Op[Any]) -> Iterator[str]:
+    form = op.in_place
+    assert isinstance(form, InPlace)
+    yield (
+        f"`tw.{form.name}` takes the same arguments: {form.written()}, and the values are those of `tw.{op.name}`, bit "
+        "for bit. It has no gradient. What it overwrites may share no memory with itself or with another argument."
+    )
 
 
 def kernels(op: Op[Any]) -> Iterator[str]:

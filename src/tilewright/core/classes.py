@@ -18,11 +18,12 @@ def layout_class(call: Call, defaults: dict[str, Any]) -> str:
     """dtypes, column bucket, strides and alignment of each input, what is absent, options: the key of evidence."""
     forms = _forms(call)
     parts = [_layout(name, facts, _has_columns(call, name)) + forms.get(name, "") for name, facts in _inputs(call)]
-    return " ".join([*parts, *_options(call, defaults)])
+    return " ".join([*parts, *_options(call, defaults), *(["in place"] if call.aliased else [])])
 
 
 def call_class(call: Call, defaults: dict[str, Any]) -> str:
-    """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections."""
+    """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections. In
+    place or not is no part of it: the same bytes move, and the same kernel is to give the same bits."""
     parts, forms = [], _forms(call)
     for name, facts in _inputs(call):
         columns = _has_columns(call, name)

@@ -128,6 +128,8 @@ class Op(Generic[R]):
     """What the contract refuses in the values of (tensors, options). Only asked on a CPU: elsewhere it would wait."""
     scatters: bool = False
     """Whether the definition adds at indices. What torch compiles from that adds in any order: not deterministic."""
+    into: Mapping[str, tuple[str, ...]] = field(init=False, default_factory=dict)
+    """By output, the inputs that the in-place form overwrites with it: see `in_place.py`."""
     tensors: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)
     options: Mapping[str, Any] = field(init=False)
@@ -153,6 +155,22 @@ class Op(Generic[R]):
     # Replaced on a subclass of its own by entry.install(); here so that types and docs see it.
     def __call__(self, *args: Any, backend: str | None = None, **options: Any) -> R:
         raise RuntimeError(f"{self.name} was declared but not registered")
+
+    @property
+    def functional(self) -> Op[R]:
+        """The op itself; of an in-place form the op that it is a form of."""
+        return self
+
+    @property
+    def in_place(self) -> Op[R]:
+        """The in-place form, `<op>_`.
+
+        Raises:
+            UnknownName: it has none.
+        """
+        from tilewright.core import registry
+
+        return registry.form_of(self.name)
 
     @property
     def single(self) -> bool:
@@ -235,7 +253,7 @@ class Op(Generic[R]):
 def _by_name(name: str) -> Op[Any]:
     from tilewright.core import registry
 
-    return registry.op(name)
+    return registry.find(name)
 
 
 def _public_signature(reference: Callable[..., Any]) -> inspect.Signature:

@@ -43,6 +43,7 @@ def call_to_json(call: Call) -> Json:
         "saving": call.saving,
         "deterministic": call.deterministic,
         "outputs": list(call.outputs),
+        "into": dict(call.into),
     }
 
 
@@ -55,6 +56,7 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
         data["saving"],
         data["deterministic"],
         tuple(data["outputs"]),
+        data["into"],
     )
 
 
