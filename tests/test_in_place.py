@@ -43,13 +43,14 @@ def test_values_are_those_of_the_op(form: Any, dtype: torch.dtype) -> None:
             check_against_the_op(form, made(form, dtype, absent=absent), options)
 
 
+@pytest.mark.interpreted
 @every_form
 def test_kernels_write_where_the_input_is(form: Any) -> None:
     for options, absent in ways(form)[:3]:
         check_against_the_op(form, made(form, torch.bfloat16, absent=absent), options, backend="triton")
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("backend", [None, pytest.param("triton", marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("layout", ["padded 3", "padded 8", "offset 1", "heads", "swapped", "columns"])
 @every_form
 def test_any_strides_are_written_rightly(form: Any, layout: str, backend: str | None) -> None:

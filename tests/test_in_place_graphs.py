@@ -20,7 +20,7 @@ from tilewright.core import node, registry
 # Autograd's bookkeeping -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("backend", [None, pytest.param("triton", marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("node_", [False, True])
 @every_form
 def test_the_version_counts_one_change(form: Any, node_: bool, backend: str | None) -> None:
@@ -35,6 +35,7 @@ def test_the_version_counts_one_change(form: Any, node_: bool, backend: str | No
         assert (inputs[n]._version > version) is (n == name)
 
 
+@pytest.mark.interpreted
 def test_what_autograd_has_saved_is_known_to_be_stale() -> None:
     leaf = torch.randn(5, C, requires_grad=True)
     hidden = torch.exp(leaf)

@@ -118,6 +118,7 @@ def test_first_use_proves_the_form_apart(device: str) -> None:
         assert tw.explain(tw.rms_norm, x).chosen is not None and tw.rms_norm(x) is not x
 
 
+@pytest.mark.interpreted
 def test_preferences_pins_and_checks_hold_for_forms() -> None:
     x = torch.randn(5, C)
     with tw.use(backend="triton", ops=["silu_"], strict=True):

@@ -25,11 +25,12 @@ def exponential(x: Any) -> Any:
 
 
 def logistics(z: Any) -> tuple[Any, Any]:
-    """(s(z), s(-z)) of one exponential, which does not overflow, and one quotient."""
-    tail = exponential(-T.abs(z))
-    near = constant(1.0) / (constant(1.0) + tail)
+    """(s(z), s(-z)) of one exponential and one quotient. The exponential may be infinite: its reciprocal is 0, and
+    until then the smaller of the two is as small as a float32 can be; exp(-|z|) is flushed to 0 before."""
+    far = constant(1.0) / (constant(1.0) + exponential(T.abs(z)))
+    near = constant(1.0) - far
     below = z < constant(0.0)
-    return T.Select(below, tail * near, near), T.Select(below, near, tail * near)
+    return T.Select(below, far, near), T.Select(below, near, far)
 
 
 def inner(g: Any) -> Any:

@@ -26,10 +26,10 @@ def logistic(z):
 
 @triton.jit
 def logistics(z):
-    """(s(z), s(-z)) of one exponential, which does not overflow, and one quotient."""
-    tail = tl.exp(-tl.abs(z))
-    near = 1.0 / (1.0 + tail)
-    far = tail * near
+    """(s(z), s(-z)) of one exponential and one quotient. The exponential may be infinite: its reciprocal is 0, and
+    until then the smaller of the two is as small as a float32 can be; exp(-|z|) is flushed to 0 before."""
+    far = 1.0 / (1.0 + tl.exp(tl.abs(z)))
+    near = 1.0 - far
     return tl.where(z < 0.0, far, near), tl.where(z < 0.0, near, far)
 
 

@@ -71,7 +71,7 @@ VENDOR_KERNELS = [
     Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=limits), label="aten")
     for op, limits in (
         ("embedding_bag_mean", (vendor.one_rounding, vendor.a_row_to_leave_out)),
-        ("embedding_bag_mean_backward", (vendor.one_rounding,)),
+        ("embedding_bag_mean_backward", (vendor.on_a_cpu, vendor.one_rounding)),
     )
 ]
 

@@ -82,7 +82,9 @@ def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _scale_backward(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    dz = t["dy"].abs() if o["act"] == "none" else t["dy"].abs() * derivative_terms(o["act"], t["z"])
+    dz = t["dy"].abs()
+    if o["act"] != "none":  # dz is rounded for the products, beside what is off in the derivative
+        dz = dz * derivative_terms(o["act"], t["z"]) + chain(o["act"], t["dy"], t["z"]).abs()
     rows = _flat(dz)
     return {
         "dx": torch.matmul(dz, t["weight"].abs()) * _steps(rows.shape[1]),
