@@ -245,7 +245,8 @@ def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> St
     """Match the parameters of `artifact` with the arguments of `launch`; `positions` are those of the buffers."""
     slots: list[int | ctypes._SimpleCData[Any]] = []
     for parameter in artifact.parameters:
-        value = launch.args[parameter.name] if parameter.name else None
+        own = launch.workspace if parameter.name == "*" else None
+        value = own if parameter.name in ("", "*") else launch.args[parameter.name]
         if isinstance(value, (TensorFacts, Scratch)):
             if parameter.kind != "pointer":
                 raise TypeError(f"{artifact.symbol}: {parameter.name} is a {parameter.kind}, got a tensor")
@@ -256,11 +257,18 @@ def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> St
             slots.append(c_uint64(0))
         else:
             slots.append(_constant(artifact.symbol, parameter.name, parameter.kind, value))
+    wanted = artifact.workspace * math.prod(launch.grid)
+    if wanted > (_bytes(launch.workspace) if launch.workspace else 0):
+        raise ValueError(f"{artifact.symbol}: uses {wanted} bytes of workspace, has {launch.workspace}")
     for axis, size, limit in zip("xyz", launch.grid, (2**31 - 1, 65535, 65535), strict=True):
         if not 0 <= size <= limit:
             raise ValueError(f"{artifact.symbol}: grid {axis} = {size} is outside 0 to {limit}")
-    own = (artifact.block, artifact.shared, artifact.cluster)
-    return Step(artifact.symbol, launch.grid, *own, launch.pdl, tuple(slots))
+    facts = (artifact.block, artifact.shared, artifact.cluster)
+    return Step(artifact.symbol, launch.grid, *facts, launch.pdl, tuple(slots))
+
+
+def _bytes(scratch: Scratch) -> int:
+    return math.prod(scratch.shape) * scratch.dtype.itemsize
 
 
 def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> ctypes._SimpleCData[Any]:

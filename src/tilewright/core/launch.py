@@ -88,6 +88,8 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch, on Hopper and later: it may start while the launch before it still runs, and its
     kernel says itself where it waits (`griddepcontrol.wait`), before it touches memory."""
+    workspace: Scratch | None = None
+    """Memory that compiled code uses for itself (Triton: descriptors of tensors, 128 bytes each in every program)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +118,7 @@ def scratches(launches: Sequence[Stage]) -> list[Scratch]:
     """The scratch that `launches` share, in the order in which they first name it: buffers follow `call.tensors`."""
     found: dict[str, Scratch] = {}
     for launch in launches:
-        for value in launch.args.values():
+        for value in (*launch.args.values(), getattr(launch, "workspace", None)):
             if isinstance(value, Scratch) and found.setdefault(value.name, value) != value:
-                raise ValueError(f"scratch {value.name!r} is named twice, as {found[value.name]} and as {value}")
+                raise ValueError(f"scratch {value.name!r} is named twice, as {found[value.name]} and {value}")
     return list(found.values())

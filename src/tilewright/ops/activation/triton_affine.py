@@ -35,14 +35,14 @@ def affine_forward(
 ):  # fmt: skip
     """y = act(x * scale + bias + residual)."""
     rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
-    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "evict_first")
+    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if HAS_SCALE:
         value *= by_columns(scale, columns, total_columns)
     if HAS_BIAS:
         value += by_columns(bias, columns, total_columns)
     if HAS_RESIDUAL:
         value += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, residual_step,
-                      "evict_first")  # fmt: skip
+                      "")  # fmt: skip
     if ACT != "":
         value = activation(value, ACT)
     store(y, rows, columns, total_columns, mask, value)
@@ -56,15 +56,15 @@ def backward_tile(
     NEEDS_DX: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile is stored; (the gradient of the sum that the activation takes, x) come back, 0 beyond the mask."""
-    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "evict_first")
+    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     v = d
     if READS_X:
-        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "evict_first")
+        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if ACT != "":
         g = v + b
         if HAS_RESIDUAL:
             g += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, residual_step,
-                      "evict_first")  # fmt: skip
+                      "")  # fmt: skip
         d = tl.where(mask, chain(d, g, ACT), 0.0)  # of a bias that is not finite, beyond the mask too
     if NEEDS_DX:
         store(dx, rows, columns, total_columns, mask, d * s if HAS_SCALE else d)

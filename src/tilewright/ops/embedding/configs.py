@@ -59,7 +59,7 @@ def sorted_configs(call: Call) -> tuple[Config, ...]:
     one program adds up; `num_warps`."""
     weight: TensorFacts = call.weight
     found = []
-    wanted = ((4, 1, 4, 64), (4, 1, 2, 64), (2, 1, 4, 64), (8, 1, 4, 64), (4, 2, 2, 64), (4, 1, 4, 256))
+    wanted = ((4, 1, 2, 64), (2, 1, 4, 64), (4, 1, 1, 64), (4, 1, 4, 128), (1, 1, 4, 64))
     for warps, accesses, ahead, chunk in wanted:
         elements = 32 * warps * accesses * vector(call.dout)
         rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
