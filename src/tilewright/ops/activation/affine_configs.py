@@ -55,7 +55,7 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
         return tiles(shape, not by_rows(call))
     access, width = 16 // shape.dtype.itemsize, power_of_2_at_least(shape.columns)
     found = []
-    for warps, per_sm, stages in ((4, 8, 3), (4, 4, 3), (8, 4, 2), (4, 8, 1), (2, 16, 2)):
+    for warps, per_sm, stages in ((4, 4, 3), (2, 16, 2), (8, 4, 2), (4, 8, 1), (4, 8, 3)):
         elements = 32 * warps * access
         block = min(width, elements)
         found.append(Config(rows=elements // block, block=block, num_warps=warps, per_sm=per_sm, stages=stages))
