@@ -69,6 +69,8 @@ def dense_rows(*names: str) -> Any:
             count, stride = facts.row_levels[0]
             if facts.column_stride != 1 or len(facts.row_levels) > 1 or (count > 1 and stride < facts.columns):
                 yield Reason(name, f"strides {list(facts.stride)}; aten would copy it", f"{name}.contiguous() would do")
+            elif stride >= 2**31:
+                yield Reason(name, f"rows {stride} elements apart; cuBLAS counts them in 32 bits")
 
     return limit
 
