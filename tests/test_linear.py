@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.backends.cubin import bind
 from tilewright.core import registry
+from tilewright.core.backend import Artifact, Parameter
+from tilewright.core.launch import Launch, Scratch
 from tilewright.verify.cases import Case, build
 from tilewright.verify.check import call_of, check, truth_of
 
@@ -179,3 +183,31 @@ def test_refusals() -> None:
         tw.linear(x, weight, act="tanh")
     with pytest.raises(tw.InvalidArgument, match="z: None, with act 'silu'"):
         tw.linear_backward(residual, x, weight, act="silu")
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_programs_that_stay_finish_every_tile(device: str, saving: bool) -> None:
+    """Fewer programs than tiles, tiles beyond both ends, a sum that ends within a step."""
+    (kernel,) = [k for k in registry.kernels_of("linear") if k.label == "descriptors"]
+    op = registry.op("linear")
+    lead, k, n = (300,), 136, 712
+    made = _made(lead, k, n, torch.bfloat16)
+    inputs: dict[str, Tensor | None] = dict(zip(op.tensors, (t.to(device) for t in made), strict=True))
+    options = {**op.usual, "act": "silu"}
+    call = call_of(op, inputs, options, saving)
+    emulated = registry.backend("triton").emulates(call.device)
+    if kernel.capability.reasons(call, emulated=emulated):
+        pytest.skip("runs on Hopper, or by the interpreter")
+    truth = truth_of(op, inputs, options, saving)
+    for config in kernel.configs_for(call)[:2]:
+        outcome = check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
+        assert not outcome.problems, (config, outcome.problems)
+
+
+def test_a_workspace_too_small_is_refused() -> None:
+    artifact = Artifact(b"", "tiles", (Parameter("pointer", "*"),), (128, 1, 1), workspace=384)
+    launch = Launch(None, (4, 1, 1), {}, workspace=Scratch("descriptors", (4 * 384,), torch.uint8))
+    assert bind(artifact, launch, {"descriptors": 0}).slots == (0,)
+    for less in (None, Scratch("descriptors", (3 * 384,), torch.uint8)):
+        with pytest.raises(ValueError, match="384 bytes"):
+            bind(artifact, replace(launch, workspace=less), {"descriptors": 0})
