@@ -109,12 +109,14 @@ def test_shared_memory_is_refused_on_every_call(form: Any) -> None:
     run(form, inputs)  # a plan hit must look too
     both = torch.randn(2, 5, C)
     for wrong in (both[0], both.flatten()[1 : 1 + 5 * C].view(5, C)):
-        with pytest.raises(tw.InvalidArgument, match=f"^{form.name}: {name}: shares memory with {others[0]}"):
+        with pytest.raises(
+            tw.InvalidArgument, match=f"^{form.name}: {name}: (shares|may share) memory with {others[0]}"
+        ):
             run(form, {**inputs, name: both[0], others[0]: wrong})
     run(form, {**inputs, name: both[0], others[0]: both[1]})
     halves = torch.randn(5, 2 * C)  # extents that interleave, rows that do not
     run(form, {**inputs, name: halves[:, :C], others[0]: halves[:, C:]})
-    with pytest.raises(tw.InvalidArgument, match="shares memory"):
+    with pytest.raises(tw.InvalidArgument, match=r"shares? memory"):
         run(form, {**inputs, name: halves[:, :C], others[0]: halves[:, C - 1 : -1]})
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -211,3 +214,26 @@ def test_a_workspace_too_small_is_refused() -> None:
     for less in (None, Scratch("descriptors", (3 * 384,), torch.uint8)):
         with pytest.raises(ValueError, match="384 bytes"):
             bind(artifact, replace(launch, workspace=less), {"descriptors": 0})
+
+
+FORK = """
+import os, torch
+from tilewright.ops.linear.vendor import summed_in_float32
+switch = lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+with summed_in_float32():
+    assert not switch()
+    child = os.fork()
+    if not child:
+        with summed_in_float32():
+            inside = switch()
+        os._exit(0 if switch() and not inside else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and not switch()
+assert switch()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_torchs_switch_survives_a_fork_inside_a_call() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

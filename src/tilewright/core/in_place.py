@@ -127,7 +127,7 @@ class InPlace(Op[R]):
                 raise self.refuse(name, f"{place}, to be overwritten by {made}", f"{self.of.name} returns it")
             if overlaps_itself(place):
                 strides = f"strides {list(place.stride)} put several elements of {list(place.shape)} in one place"
-                raise self.refuse(name, f"{strides}, and it is overwritten", f"{name}.contiguous() would do")
+                raise self.refuse(name, f"{strides}, and it is overwritten", f"{self.of.name} would do")
         return replace(call, into=into)
 
     def refuse_lazy(self, tensors: Sequence[Tensor | None]) -> None:
@@ -136,7 +136,7 @@ class InPlace(Op[R]):
         for name in self.targets(given).values():
             tensor = given[name]
             if isinstance(tensor, Tensor) and tensor.is_neg():
-                raise self.refuse(name, "a lazily negated view, and it is overwritten", f"{name}.resolve_neg()")
+                raise self.refuse(name, "a lazily negated view, and it is overwritten", f"{self.of.name} would do")
 
 
 def _either(names: Sequence[str]) -> str:
@@ -207,7 +207,7 @@ def overwriting(run: Callable[..., list[Any]], call: Call) -> Callable[..., list
             place = tensors[at]
             if place.is_inference() and not inference():
                 problem = "made in inference mode, and it is overwritten outside of that"
-                raise _refusal(call, op.tensors[at], problem, op.tensors[at])
+                raise InvalidArgument(call.form, op.tensors[at], problem, f"{call.op} would do")
             start = place.data_ptr()
             for other, least, most in others:
                 if least < tensors[other].data_ptr() - start < most:
@@ -236,8 +236,6 @@ def _refuse_shared(call: Call, name: str, other: str, distance: int) -> None:
     one, two = call.tensors[name], call.tensors[other]
     assert one is not None and two is not None
     if meet(one, two, distance):
-        raise _refusal(call, name, f"shares memory with {other}, and it is overwritten", other)
-
-
-def _refusal(call: Call, name: str, problem: str, cloned: str) -> InvalidArgument:
-    return InvalidArgument(call.form, name, problem, f"{cloned}.clone() would do")
+        same = (one.shape, one.stride) == (two.shape, two.stride)
+        problem = f"{'shares' if same else 'may share'} memory with {other}, and it is overwritten"
+        raise InvalidArgument(call.form, name, problem, f"{other}.clone() would do")

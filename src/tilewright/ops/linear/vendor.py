@@ -6,6 +6,7 @@ torch lets cuBLAS add the parts of a split product in half precision unless told
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -39,7 +40,7 @@ _allowed: list[str] = []
 @contextlib.contextmanager
 def summed_in_float32() -> Iterator[None]:
     """Products accumulate in float32 inside, in the whole process: torch has one switch for all threads. The last
-    thread to leave puts back what the first one found."""
+    thread to leave puts back what the first one found, whatever was written meanwhile."""
     global _depth
     matmul = torch.backends.cuda.matmul
     with _inside:
@@ -56,6 +57,20 @@ def summed_in_float32() -> Iterator[None]:
             if not _depth:
                 for name in _allowed:
                     setattr(matmul, name, True)
+
+
+def _alone() -> None:
+    """In the child of a fork: threads that were inside do not exist there, and nobody holds the lock."""
+    global _depth, _inside
+    _inside = threading.Lock()
+    if _depth:
+        _depth = 0
+        for name in _allowed:
+            setattr(torch.backends.cuda.matmul, name, True)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone)
 
 
 def dense_rows(*names: str) -> Any:
