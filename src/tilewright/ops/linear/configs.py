@@ -77,7 +77,7 @@ def by_descriptor(call: Call) -> Iterable[Reason]:
             yield Reason(name, f"strides {list(facts.stride)}; takes rows at multiples of 16 bytes in one run")
         elif max(facts.rows, facts.columns) >= 2**31:
             yield Reason(name, f"{facts.rows} x {facts.columns}; takes sizes below 2^31")
-    if call.x.rows <= 64 and call.device.is_gpu:
+    if call.x.rows <= 64 and call.device.is_gpu:  # only a matter of time, of which an interpreter has its own
         yield Reason("x", f"{call.x.rows} rows; half of a tile would be empty")
 
 

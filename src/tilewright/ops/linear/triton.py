@@ -12,7 +12,7 @@ import triton.language as tl
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.triton_functions import activation
-from tilewright.ops.linear.triton_tiles import operand, product, tile_of
+from tilewright.ops.linear.triton_tiles import forward_arguments, operand, product, tile_of
 from tilewright.ops.triton_rows import row_places, row_start
 
 
@@ -79,20 +79,7 @@ def linear_forward(
 def forward(call: Call, config: Config) -> Launch:
     """y, and z where it is saved."""
     x, weight = call.x, call.weight
-    args: dict[str, Argument] = {
-        "x": x,
-        "weight": weight,
-        "bias": call.bias,
-        "residual": call.residual,
-        "y": call.y,
-        "z": call.z,
-        **row_places("x", x),
-        **row_places("residual", call.residual),
-        "weight_stride": weight.row_levels[0][1],
-        "total_rows": x.rows,
-        "total_columns": weight.rows,
-        "depth": x.columns,
-    }
+    args: dict[str, Argument] = {**forward_arguments(call), **row_places("x", x)}
     constants = {
         "ACT": call.act,
         "HAS_BIAS": call.has("bias"),

@@ -14,20 +14,11 @@ import triton.language as tl
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.triton_functions import activation
-from tilewright.ops.linear.triton_tiles import product
-from tilewright.ops.triton_rows import row_places, row_start
+from tilewright.ops.linear.triton_tiles import forward_arguments, place_of, product
+from tilewright.ops.triton_rows import row_start
 
 DESCRIPTOR = 128
 """Bytes of one."""
-
-
-@triton.jit
-def place_of(tile, down, across, GROUP: tl.constexpr):
-    """Row and column of a tile among tiles: down GROUP of them, then right, as `triton_tiles.tile_of` has it."""
-    group = tile // (GROUP * across)
-    height = tl.minimum(down - group * GROUP, GROUP)
-    place = tile % (GROUP * across)
-    return group * GROUP + place % height, place // height
 
 
 @triton.jit
@@ -91,20 +82,7 @@ def linear_tiles(
 def forward(call: Call, config: Config) -> Launch:
     """y, and z where it is saved."""
     x, weight = call.x, call.weight
-    args: dict[str, Argument] = {
-        "x": x,
-        "weight": weight,
-        "bias": call.bias,
-        "residual": call.residual,
-        "y": call.y,
-        "z": call.z,
-        "x_stride": x.row_levels[0][1],
-        "weight_stride": weight.row_levels[0][1],
-        **row_places("residual", call.residual),
-        "total_rows": x.rows,
-        "total_columns": weight.rows,
-        "depth": x.columns,
-    }
+    args: dict[str, Argument] = {**forward_arguments(call), "x_stride": x.row_levels[0][1]}
     constants = {
         "ACT": call.act,
         "HALVES": config.m * config.n >= 128 * 32 * config.num_warps,
