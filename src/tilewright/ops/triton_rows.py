@@ -50,7 +50,7 @@ def row_start(rows, stride, outer, count):
 
 
 @triton.jit
-def load(base, rows, columns, mask, stride, outer, count, step, POLICY: tl.constexpr = ""):
+def load(base, rows, columns, mask, stride, outer, count, step, POLICY: tl.constexpr):
     """Elements in float32. Rows begin as `row_start` has it; columns are `step` apart (None: 1)."""
     place = row_start(rows, stride, outer, count) + (columns if step is None else columns * step)
     return tl.load(base + place, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)

@@ -30,7 +30,7 @@ def load_pairs(
 ):  # fmt: skip
     """(gate, up) of a tile's columns: read together, then taken apart."""
     rows, columns, mask = tile_at(index, total_rows, 2 * total_columns, ROWS, 2 * BLOCK, FLAT)
-    both = load(base, rows, columns, mask, stride, outer, count, None)
+    both = load(base, rows, columns, mask, stride, outer, count, None, "")
     first, second = tl.split(tl.reshape(both, [ROWS, BLOCK, 2]))
     if GATE_AT == 0:
         return first, second
@@ -64,11 +64,11 @@ def act_forward(
         value = activation(g, ACT) * u
     else:
         at = columns + GATE_AT * total_columns
-        g = load(gate, rows, at, mask, gate_stride, gate_outer, gate_count, gate_step)
+        g = load(gate, rows, at, mask, gate_stride, gate_outer, gate_count, gate_step, "")
         value = activation(g, ACT)
         if HAS_UP:
             at = columns + UP_AT * total_columns
-            value *= load(up, rows, at, mask, up_stride, up_outer, up_count, up_step)
+            value *= load(up, rows, at, mask, up_stride, up_outer, up_count, up_step, "")
     store(y, rows, columns, total_columns, mask, value)
 
 
@@ -82,7 +82,7 @@ def act_backward(
     """dgate = dy * up * act'(gate) and dup = dy * act(gate), those that are needed. Without up it is 1."""
     index = tl.program_id(0).to(tl.int64)
     rows, columns, mask = tile_at(index, total_rows, total_columns, ROWS, BLOCK, FLAT)
-    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step)
+    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     if PACK == "pairs":
         g, u = load_pairs(
             gate, index, total_rows, total_columns, gate_stride, gate_outer, gate_count, GATE_AT, FLAT, ROWS, BLOCK
@@ -98,11 +98,11 @@ def act_backward(
         width = 2 * total_columns if PACK == "halves" else total_columns
         gate_at = columns + GATE_AT * total_columns
         up_at = columns + UP_AT * total_columns
-        g = load(gate, rows, gate_at, mask, gate_stride, gate_outer, gate_count, gate_step)
+        g = load(gate, rows, gate_at, mask, gate_stride, gate_outer, gate_count, gate_step, "")
         value, slope = act_and_slope(g, ACT)
         if NEEDS_DGATE:
             if HAS_UP:
-                u = load(up, rows, up_at, mask, up_stride, up_outer, up_count, up_step)
+                u = load(up, rows, up_at, mask, up_stride, up_outer, up_count, up_step, "")
                 store(dgate, rows, gate_at, width, mask, d * u * slope)
             else:
                 store(dgate, rows, gate_at, width, mask, d * slope)

@@ -35,7 +35,7 @@ def affine_forward(
 ):  # fmt: skip
     """y = act(x * scale + bias + residual)."""
     rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
-    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step)
+    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if HAS_SCALE:
         value *= by_columns(scale, columns, total_columns)
     if HAS_BIAS:
@@ -56,10 +56,10 @@ def backward_tile(
     NEEDS_DX: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile is stored; (the gradient of the sum that the activation takes, x) come back, 0 beyond the mask."""
-    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step)
+    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     v = d
     if READS_X:
-        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step)
+        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if ACT != "":
         g = v + b
         if HAS_RESIDUAL:

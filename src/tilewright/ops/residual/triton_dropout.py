@@ -72,7 +72,7 @@ def dropout_forward(
     """y = residual + keep * x * scale, and the copies of seed and offset that the gradient needs."""
     index = tl.program_id(0).to(tl.int64)
     rows, columns, mask = tile_at(index, total_rows, total_columns, ROWS, BLOCK, False)
-    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step)
+    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     number = tl.load(seed) if seed is not None else tl.full([], 0, tl.int64)
     start = tl.load(offset) if offset is not None else tl.full([], 0, tl.int64)
     if DROPS:
@@ -94,7 +94,7 @@ def dropout_backward(
     """dx = keep * dy * scale."""
     index = tl.program_id(0).to(tl.int64)
     rows, columns, mask = tile_at(index, total_rows, total_columns, ROWS, BLOCK, False)
-    value = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step)
+    value = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     if DROPS:
         keep = kept(tl.load(state), tl.load(state + 1), index, total_columns, limit, ROWS, BLOCK, SHARE)
         value = tl.where(keep, value, 0.0) * scale
