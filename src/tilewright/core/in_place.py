@@ -47,7 +47,7 @@ def in_place(op: Op[R], **into: str | tuple[str, ...]) -> Op[R]:
 def add_spending_forms(op: Op[Any]) -> None:
     """The forms that gradients ask for (`Gradient.spends`), once `op`, the second of the two ops, is declared. They are
     for autograd and not listed: what they overwrite may be absent, and then there is nothing to call."""
-    for owner, gradient in registry.gradients_with(op.name):
+    for gradient in registry.gradients_with(op.name):
         backward = registry.op(gradient.op)
         if gradient.spends and not backward.into:
             _install(InPlace(backward, {output: (name,) for output, name in gradient.spends.items()}, listed=False))

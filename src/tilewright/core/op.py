@@ -69,10 +69,10 @@ class Gradient:
     `coo` maps outputs that hold rows of an input's gradient, one an entry, to the outputs that hold which row each is:
     the gradient is then a sparse tensor of the input's shape, uncoalesced.
 
-    `spends` maps outputs to parameters of `takes` that they may overwrite: what forward saved for this and nothing else.
-    In eager the first run of the backward op is given it and writes there, so that no memory is taken and, where the
-    numbers are right already, none moved; a later run, on a retained graph, has None for it and does without. Where
-    others see what is saved (graphs that are compiled, hooks of saved tensors) nothing is overwritten: see `spent.py`.
+    `spends` maps outputs to parameters of `takes` that they may overwrite: what forward saved for this alone. In eager
+    the first run of the backward op is given it and writes there, so that no memory is taken and, where the numbers are
+    right already, none moved; a later run, on a retained graph, has None for it and does without. Where others see what
+    is saved (graphs that are compiled, hooks of saved tensors) nothing is overwritten: see `spent.py`.
 
     `finds` are vectors of a number an entry, as
     many as values decide: torch finds them when the gradient is computed, from what their definitions name of the

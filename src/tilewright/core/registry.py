@@ -174,10 +174,10 @@ def served_by(gradient: str) -> list[Op[Any]]:
     return [o for o in list(_ops.values()) if any(one.op == gradient for one in o.gradients)]
 
 
-def gradients_with(name: str) -> list[tuple[Op[Any], Gradient]]:
-    """The ops with a gradient, of those declared so far, where the one or the other is the op of this name."""
-    pairs = [(o, one) for o in list(_ops.values()) for one in o.gradients if one.op in _ops]
-    return [(o, one) for o, one in pairs if name in (o.name, one.op)]
+def gradients_with(name: str) -> list[Gradient]:
+    """The gradients of or by the op of this name, as far as both ops are declared."""
+    known = [(o.name, one) for o in list(_ops.values()) for one in o.gradients if one.op in _ops]
+    return [one for owner, one in known if name in (owner, one.op)]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:

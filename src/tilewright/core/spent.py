@@ -1,4 +1,4 @@
-"""What forward saves for the first backward to overwrite: held beside autograd's own saved tensors, and given away once.
+"""What forward saves for the first backward to overwrite: kept beside autograd's own saved tensors, given away once.
 
 Autograd would refuse to hand out, on a retained graph, a saved tensor that has changed, and would hand it out unchanged
 in no other way. So such tensors lie on the graph's node; whoever takes them first owns them, and the gradient that is

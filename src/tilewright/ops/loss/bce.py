@@ -52,9 +52,8 @@ def _check_backward(call: Call) -> None:
         raise InvalidArgument(call.op, "dy", problem, f"dy.to({kind})")
     unit: TensorFacts | None = call.unit
     if unit is not None and not _saves(call.logits.dtype, call.reduction):
-        problem = (
-            f"given with {DTYPE_NAMES.get(call.logits.dtype, call.logits.dtype)} logits, reduction {call.reduction!r}"
-        )
+        kind = DTYPE_NAMES.get(call.logits.dtype, str(call.logits.dtype))
+        problem = f"given with {kind} logits and reduction {call.reduction!r}"
         raise InvalidArgument(call.op, "unit", problem, "forward saves it for float32 and 'mean' or 'sum' alone")
     if unit is not None and (unit.shape, unit.dtype) != (call.logits.shape, call.logits.dtype):
         raise InvalidArgument(call.op, "unit", f"{unit}", f"needs the shape and dtype of {call.logits}")

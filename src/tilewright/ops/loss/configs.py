@@ -26,9 +26,8 @@ def inputs_of(call: Call) -> dict[str, TensorFacts]:
 
 def is_flat(call: Call) -> bool:
     """Whether everything lies in memory as one dense run, so that rows do not matter."""
-    return scales(call) or all(
-        facts.contiguous and facts.shape == call.logits.shape for facts in inputs_of(call).values()
-    )
+    shape = call.logits.shape
+    return scales(call) or all(facts.contiguous and facts.shape == shape for facts in inputs_of(call).values())
 
 
 def reduces(call: Call) -> bool:

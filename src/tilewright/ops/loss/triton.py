@@ -1,5 +1,5 @@
-"""How Triton runs the loss family: bce_with_logits in one pass over its inputs, and its gradient in another, or all but a
-factor of it in the first.
+"""How Triton runs the loss family: bce_with_logits in one pass over its inputs, and its gradient in another, or in the
+first all of it but a factor.
 
 A sum has two stages in an order that shape and device fix: each program adds up the tiles that it visits and leaves one
 number, a second launch adds those. What the ops mean is said by their definitions.
