@@ -199,12 +199,12 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan, kept, free = ctx.backward_plan, ctx.saved_tensors, False
+        plan, kept, spending = ctx.backward_plan, ctx.saved_tensors, False
         if plan.spent and ctx.held is not None and any(g is not None for g in grads):
             # Once the caller has the gradient no one else may refer to it, or autograd copies what it adds up.
-            given, free = ctx.held.take(len(plan.spent))
-            kept = (*kept, *given)
-        return None, None, *plan(grads, kept, ctx.needs_input_grad[2:], False, free)
+            given = ctx.held.take(len(plan.spent))
+            kept, spending = (*kept, *given), given[0] is not None
+        return None, None, *plan(grads, kept, ctx.needs_input_grad[2:], False, spending)
 
 
 def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:

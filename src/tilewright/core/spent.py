@@ -27,21 +27,20 @@ class Held:
         self._place = first.device if first.is_cuda else None
         self._tensors, self._capture, self._shared = [tensors], self._captured(), False
 
-    def take(self, count: int) -> tuple[Tensors, bool]:
-        """The tensors (`count` times None once they are gone), and whether they are the caller's to overwrite.
+    def take(self, count: int) -> Tensors:
+        """The tensors, for the caller to overwrite; `count` times None once they are gone.
 
-        They are not where one of forward and backward is captured in a CUDA graph and the other is not, or in another:
-        either may be replayed without the other. The graph then reads them whenever it is replayed, so from there on
-        they stay as they are.
+        Copies of them where one of forward and backward is captured in a CUDA graph and the other is not, or in
+        another: either may be replayed without the other. The graph then reads or writes them whenever it is replayed,
+        so from there on everyone gets copies.
         """
-        gone: Tensors = (None,) * count
         if self._shared or self._captured() != self._capture:
             self._shared = True
-            return (self._tensors[0] if self._tensors else gone), False
+            return [None if t is None else t.clone() for t in (self._tensors or [(None,) * count])[0]]
         try:
-            return self._tensors.pop(), True
+            return self._tensors.pop()
         except IndexError:
-            return gone, False
+            return (None,) * count
 
     def _captured(self) -> object:
         return None if self._place is None else capture_of(self._place)

@@ -72,6 +72,7 @@ def forward(
                 found = tile(vec, threads, depth, loss_dtype)
             if keep:
                 units = tile(vec, threads, depth)
+                upstream = T.ieee_fdiv(one(), divisor)
             for turn in T.serial(T.ceildiv(tiles - block, T.Cast("int64", programs))):
                 row, first = place_of(turn * programs + block, row_vectors, chunk, flat)
                 load_tile(xs, logits, logits_layout, vec, row, first, row_vectors,
@@ -99,9 +100,7 @@ def forward(
                         found[j] = T.Cast(loss_dtype, value)
                     if keep:
                         p = f32(ps[j]) if pos_weight_layout is not None else None
-                        factor = T.ieee_fdiv(one(), divisor)
-                        if weight_layout is not None:
-                            factor = factor * f32(ws[j])
+                        factor = upstream * f32(ws[j]) if weight_layout is not None else upstream
                         units[j] = factor * slope(f32(xs[j]), f32(ys[j]), tail, p)
                 if not reduce:
                     store_tile(loss, found, vec, row, first, row_vectors)
