@@ -57,8 +57,6 @@ def _check_backward(call: Call) -> None:
         raise InvalidArgument(call.op, "unit", problem, "forward saves it for float32 and 'mean' or 'sum' alone")
     if unit is not None and (unit.shape, unit.dtype) != (call.logits.shape, call.logits.dtype):
         raise InvalidArgument(call.op, "unit", f"{unit}", f"needs the shape and dtype of {call.logits}")
-    if unit is not None and not unit.contiguous:
-        raise InvalidArgument(call.op, "unit", f"{unit}", "needs a contiguous one, as forward saves it")
     wanted = call.logits.shape if call.reduction == "none" else ()
     if call.dy.shape != wanted:
         problem = f"shape {list(call.dy.shape)}, with reduction {call.reduction!r}"
@@ -265,7 +263,7 @@ def bce_with_logits_backward(
     Args:
         dy: upstream gradient of the loss, in its dtype: a scalar, or [..., C] with any strides for "none".
         logits, targets, weight, pos_weight, reduction, out_dtype: as in forward.
-        unit: the gradient for an upstream of 1, contiguous, in the shape of float32 logits; None for the formula.
+        unit: the gradient for an upstream of 1, in the shape of float32 logits; None for the formula.
 
     Returns:
         dlogits: shape and dtype of logits, formed in float32 and rounded once; from `unit` the product is rounded too,

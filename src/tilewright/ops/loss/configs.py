@@ -45,6 +45,12 @@ def formula(*limits: Limit) -> tuple[Limit, ...]:
     return tuple(lambda call, limit=limit: () if scales(call) else limit(call) for limit in limits)
 
 
+def as_saved(call: Call) -> Iterable[Reason]:
+    """What forward saved is read as it lies there."""
+    if scales(call) and not call.unit.contiguous:
+        yield Reason("unit", f"strides {list(call.unit.stride)} are not contiguous", "unit.contiguous() would do")
+
+
 def keeps_nothing(call: Call) -> Iterable[Reason]:
     """What forward saves is its own gradient, which torch's function does not give."""
     if call.has("unit"):

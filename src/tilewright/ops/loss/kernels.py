@@ -14,7 +14,7 @@ READ = ("logits", "targets", "weight", "pos_weight")
 STRIDES = (unit_stride(*READ), row_levels(*READ, "dy"))
 PASSES = (
     ("bce_with_logits", "forward", STRIDES),
-    ("bce_with_logits_backward", "backward", configs.formula(*STRIDES)),
+    ("bce_with_logits_backward", "backward", (*configs.formula(*STRIDES), configs.as_saved)),
 )
 
 TRITON_KERNELS = [

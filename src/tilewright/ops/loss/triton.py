@@ -58,6 +58,7 @@ def bce_forward(
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(total_rows, ROWS).to(tl.int64) * tl.cdiv(total_columns, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
+    upstream = tl.math.div_rn(1.0, divisor)
     for tile in tl.range(program, tiles, tl.num_programs(0)):
         rows, columns, mask = tile_at(tile, total_rows, total_columns, ROWS, BLOCK, FLAT)
         x = load(logits, rows, columns, mask, logits_stride, logits_outer, logits_count, logits_step, "")
@@ -77,8 +78,7 @@ def bce_forward(
                      "evict_last")  # fmt: skip
             value *= w
         if unit is not None:
-            d = tl.math.div_rn(1.0, divisor) * w
-            store(unit, rows, columns, total_columns, mask, d * slope(x, y, u, p, HAS_POS_WEIGHT))
+            store(unit, rows, columns, total_columns, mask, upstream * w * slope(x, y, u, p, HAS_POS_WEIGHT))
         if REDUCE:
             total += tl.where(mask, value, 0.0)
         else:
