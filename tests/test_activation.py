@@ -132,4 +132,4 @@ def test_the_normal_distribution_of_kernels_keeps_its_tail():
     for coefficient in TAIL[-2::-1]:
         ratio = (ratio * t + coefficient).float().double()  # a fused multiply-add
     found, right = ratio * torch.exp(-0.5 * a.double() ** 2), torch.special.erfc(a.double() / 2**0.5) / 2
-    assert ((found - right).abs() <= 3e-7 * right).all()
+    assert ((found - right).abs() <= 4e-7 * right).all()
