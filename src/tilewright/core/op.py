@@ -104,6 +104,10 @@ class Op(Generic[R]):
     error_scale: Callable[..., Mapping[str, torch.Tensor]]
     """The numerics policy's A: for each output, the sum of absolute terms, from float64 inputs."""
     probes: Probes
+    narrowed: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    """What the contract lets a kernel round to the dtype of the output on its way there (a factor of a product with
+    half-precision inputs): for each output the root of the sum of the squares of the terms so rounded, from float64
+    inputs. Their errors are independent, so they add up so."""
     workloads: Sequence[Workload] = ()
     saved: Mapping[str, Saved] = field(default_factory=dict)
     gradient: Gradient | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Probes:
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
     fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
     one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
+    `flat`: M is exactly one dimension, whatever leading shape is asked for. `small` makes an extent that a check can
+    bear of one that it cannot, where the work is more than the memory of the tensors (attention).
     """
 
     dims: Mapping[str, str]
@@ -46,6 +49,8 @@ class Probes:
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+    flat: bool = False
+    small: Callable[[Extent], Extent] | None = None
 
     def extent(self, shape: Sequence[int]) -> Extent:
         """The extent that a shape written [..., M, C] or, all named sizes following, [M, C, sizes...] stands for."""
@@ -62,7 +67,8 @@ class Probes:
         """The shape of tensor `name`, in its usual form or in another."""
         found: list[int] = []
         for word in (self.forms(name)[0] if form is None else form).split():
-            found += extent.lead if word == "M" else (self._size(word, extent),)
+            lead = (math.prod(extent.lead),) if self.flat else extent.lead
+            found += lead if word == "M" else (self._size(word, extent),)
         return tuple(found)
 
     def unusual(self, shapes: Mapping[str, Shape | None]) -> dict[str, str]:
@@ -96,9 +102,13 @@ class Probes:
         return Extent(lead, columns, sizes)
 
     def is_rows(self, name: str) -> bool:
-        """Whether it is a tensor of rows of numbers, of any width."""
+        """Whether it is a tensor of rows of numbers, of any width, in two dimensions or more."""
         words = self.forms(name)[0].split()
-        return len(words) == 2 and (words[0] == "M" or name in self.tables) and name not in self.values
+        return len(words) >= 2 and (words[0] == "M" or name in self.tables) and name not in self.values
+
+    def bearable(self, extent: Extent) -> Extent:
+        """`extent`, or a smaller one of its kind where the op says that checks need one."""
+        return extent if self.small is None else self.small(extent)
 
     def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
         """`sizes` with no more than `most` rows in any table."""
