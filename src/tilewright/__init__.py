@@ -43,6 +43,12 @@ from tilewright.ops.activation import (
     swiglu_packed,
     swiglu_packed_backward,
 )
+from tilewright.ops.attention import (
+    attention,
+    attention_backward,
+    varlen_attention,
+    varlen_attention_backward,
+)
 from tilewright.ops.embedding import embedding_bag_mean, embedding_bag_mean_backward
 from tilewright.ops.linear import linear, linear_backward
 from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
@@ -111,6 +117,8 @@ __all__ = [
     "Unsupported",
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
+    "attention_backward",
     "bce_with_logits",
     "bce_with_logits_backward",
     "bias_act",
@@ -147,4 +155,6 @@ __all__ = [
     "swiglu_packed_backward",
     "unpatch",
     "use",
+    "varlen_attention",
+    "varlen_attention_backward",
 ]

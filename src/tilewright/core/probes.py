@@ -35,6 +35,7 @@ class Probes:
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
     fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
     one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
+    `varied` are sets of named sizes worth telling apart from the usual ones (head dimensions, heads in groups).
     `flat`: M is exactly one dimension, whatever leading shape is asked for. `small` makes an extent that a check can
     bear of one that it cannot, where the work is more than the memory of the tensors (attention).
     """
@@ -49,6 +50,7 @@ class Probes:
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+    varied: Sequence[Mapping[str, int]] = ()
     flat: bool = False
     small: Callable[[Extent], Extent] | None = None
 

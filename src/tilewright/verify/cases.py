@@ -245,6 +245,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for name, columns in itertools.product(probes.either, (*several, 16384) if size == "full" else several):
             alone = {name: torch.float32}
             yield Case("one fp32 parameter", lead=(5,), columns=columns, dtypes=alone, **everything)
+    for sizes, options in itertools.product(probes.varied, probes.options[:2]):
+        yield Case("sizes", **{**base, "options": options}, lead=(2,), columns=160, sizes=sizes)
     for name, others in probes.dtypes.items():
         for other in others:
             yield Case("dtype", lead=(5,), columns=160, dtypes={name: other}, **everything)

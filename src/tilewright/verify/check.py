@@ -25,8 +25,8 @@ Tensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Truth:
-    """What the outputs of a case should be: the float64 oracle, the baseline in the call's dtypes, A, and what of it may
-    be rounded on the way."""
+    """What the outputs of a case should be: the float64 oracle, the baseline in the call's dtypes, A, and what may be
+    rounded on the way."""
 
     oracle: dict[str, Tensor | None]
     baseline: dict[str, Tensor | None]
