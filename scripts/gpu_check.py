@@ -213,7 +213,7 @@ def benchmarks(part: Part, options: argparse.Namespace) -> bool:
 
 def _shapes(op: Any) -> list[tuple[int, ...]]:
     """What the goals are stated for: the norms' own, and the workloads of any other op."""
-    return LARGE + SMALL if op.family == "norm" else [workload.shape for workload in op.workloads]
+    return LARGE + SMALL if op.family == "norm" else list(dict.fromkeys(w.shape for w in op.workloads))
 
 
 def _keep_times(rows: Sequence[Any], device: Any) -> None:

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import tilewright  # noqa: E402, F401  declares the ops
 from tilewright.core import registry  # noqa: E402
 from tilewright.core.device import target_device  # noqa: E402
+from tilewright.core.in_place import InPlace  # noqa: E402
 from tilewright.core.kernel import Kernel  # noqa: E402
 from tilewright.core.op import Op  # noqa: E402
 from tilewright.tune.classes import call_of  # noqa: E402
@@ -49,7 +50,9 @@ def page(op: Op[Any]) -> str:
     parts = [f"# {op.name}", signature(op), *docstring(op)]
     parts += ["## Tensors and options", *surface(op)]
     if op.gradient is not None:
-        parts += ["## Gradient", *gradient(op)]
+        parts += ["## Gradient", *gradient(op), *other_gradients(op)]
+    if op.into:
+        parts += ["## In place", *overwriting(op)]
     parts += ["## Kernels", *kernels(op)]
     parts += ["## Measured", *measured(op)]
     parts += ["## Try it", *commands(op)]
@@ -93,7 +96,7 @@ def surface(op: Op[Any]) -> Iterator[str]:
     yield "\n".join(["| tensor | shape | |", "|---|---|---|", *rows])
     if op.options:
         chosen = [
-            f"| `{name}` | {getattr(op.option_types[name], '__name__', op.option_types[name])} | "
+            f"| `{name}` | {_type(op.option_types[name])} | "
             + ("must be given |" if default is inspect.Parameter.empty else f"`{default!r}` |")
             for name, default in op.options.items()
         ]
@@ -103,6 +106,11 @@ def surface(op: Op[Any]) -> Iterator[str]:
         f"Results: {results}, fresh and contiguous, rounded {op.rounding}. A call that does not fit is refused with "
         "`InvalidArgument`, which names the argument, what it is and what would do, before anything runs."
     )
+
+
+def _type(kind: Any) -> str:
+    """As a cell of a table, in which a bar would end it."""
+    return str(getattr(kind, "__name__", kind)).replace("|", "\\|")
 
 
 def _dims(dims: str) -> str:
@@ -124,9 +132,33 @@ def gradient(op: Op[Any]) -> Iterator[str]:
     )
 
 
+def other_gradients(op: Op[Any]) -> Iterator[str]:
+    """Gradients that an option asks for."""
+    for option, found in op.gradient_if.items():
+        sparse = ", ".join(f"`{name}`" for name, made in found.gives.items() if made in found.coo)
+        yield (
+            f"With `{option}=True` it is `{found.op}`"
+            + (f", which gives entries of a sparse gradient of {sparse}" if sparse else "")
+            + (
+                ". The host waits for their number, so it is refused in a CUDA graph and under `torch.compile`."
+                if found.finds
+                else "."
+            )
+        )
+
+
+def overwriting(op: Op[Any]) -> Iterator[str]:
+    form = op.in_place
+    assert isinstance(form, InPlace)
+    yield (
+        f"`tw.{form.name}` takes the same arguments: {form.written()}, and the values are those of `tw.{op.name}`, bit "
+        "for bit. It has no gradient. What it overwrites may share no memory with itself or with another argument."
+    )
+
+
 def kernels(op: Op[Any]) -> Iterator[str]:
-    """Every kernel of the op and of its gradient: where it runs, how many ways, what it refuses, what is proven."""
-    names = [op.name, *([op.gradient.op] if op.gradient else [])]
+    """Every kernel of the op and of its gradients: where it runs, how many ways, what it refuses, what is proven."""
+    names = [op.name, *(one.op for one in op.gradients)]
     lines = ["| op | kernel | runs on | configs | classes proven and shipped |", "|---|---|---|---:|---|"]
     lines += [_line(registry.op(name), kernel) for name in names for kernel in registry.kernels_of(name)]
     yield "\n".join(lines)

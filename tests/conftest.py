@@ -46,11 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device") == "cuda":
-        return
+    here = config.getoption("--device")
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if here == "cpu" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
+        if here == "cuda" and item.get_closest_marker("interpreted"):
+            item.add_marker(
+                pytest.mark.skip(reason="runs Triton kernels on CPU tensors, which --device cuda rules out")
+            )
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,6 +160,11 @@ def _launcher(fault: str) -> Any:
     return function
 
 
+def triton_reads_what_it_wrote(call: Call, config: Config) -> tuple[Launch, Launch]:
+    """Right twice over, as long as what it reads stays what it was."""
+    return launch(call, "none"), launch(call, "none")
+
+
 for _fault in (*TRITON_FAULTS, "none"):
     globals()["triton_" + _fault.replace(" ", "_").replace("-", "_")] = _launcher(_fault)
 
@@ -175,6 +181,12 @@ def _one_level(call: Call) -> Any:
 def triton_kernel(fault: str) -> Kernel:
     source = "planted:triton_" + fault.replace(" ", "_").replace("-", "_")
     return Kernel("rms_norm", "triton", source, Capability(limits=(_one_level,)), label=fault, origin="tests")
+
+
+def in_place_kernel(fault: str) -> Kernel:
+    """The same kernels, said to bear that y is x."""
+    made = triton_kernel(fault)
+    return replace(made, capability=replace(made.capability, in_place=True))
 
 
 FUNCTION_FAULTS = {

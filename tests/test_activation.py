@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.ops.activation.functions import TAIL, TAIL_STEP
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "silu": (lambda x: tw.silu(x), F.silu),
@@ -122,3 +123,13 @@ def test_refusals() -> None:
         tw.swiglu(x, x[:, :4])
     with pytest.raises(tw.InvalidArgument, match=r"up.*bf16, while gate is fp32"):
         tw.swiglu(x, x.bfloat16())
+
+
+def test_the_normal_distribution_of_kernels_keeps_its_tail():
+    a = torch.cat([torch.logspace(-30, 0, 2001), torch.linspace(0, 12, 20001)]).float()
+    t = (1.0 / (1.0 + TAIL_STEP * a.double()).float()).double()
+    ratio = torch.full_like(t, TAIL[-1])
+    for coefficient in TAIL[-2::-1]:
+        ratio = (ratio * t + coefficient).float().double()  # a fused multiply-add
+    found, right = ratio * torch.exp(-0.5 * a.double() ** 2), torch.special.erfc(a.double() / 2**0.5) / 2
+    assert ((found - right).abs() <= 4e-7 * right).all()

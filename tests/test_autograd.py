@@ -145,6 +145,8 @@ def test_gradcheck_in_float64(op: Op[Any]) -> None:
     for options in op.probes.options:
         if options.get("cast_before_weight"):
             continue  # rounds in between, though not in float64
+        if any(isinstance(value, torch.dtype) for value in options.values()):
+            continue  # rounds at the output
         made = make_inputs(op, (3, 5), torch.float64, options)
         ask(op, made)
         assert torch.autograd.gradcheck(lambda *t: op(*t, **{**op.usual, **options}), list(made.values()))  # noqa: B023

@@ -43,7 +43,7 @@ def test_ops_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(out)
     assert [op["op"] for op in found] == [op.name for op in registry.ops()]
     for op in found:
-        assert list(op) == ["op", "family", "gradient", "kernels"]
+        assert list(op) == ["op", "family", "gradient", "in_place", "kernels"]
         for kernel in op["kernels"]:
             assert list(kernel) == ["kernel", "backend", "version", "available", "reasons"]
             assert kernel["available"] == (not kernel["reasons"])

@@ -43,40 +43,46 @@ def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
     return calls
 
 
-def _kernel(op_name: str, backend: str) -> Kernel:
-    return next(k for k in registry.kernels_of(op_name) if k.backend == backend)
+def _kernels(op_name: str, backend: str) -> list[Kernel]:
+    return [k for k in registry.kernels_of(op_name) if k.backend == backend]
 
 
 def work(jobs: list[Job]) -> list[dict[str, Any]]:
     """In the child: compile (Triton) or lower (TileLang) every launch of every job."""
     found = []
     for backend_name, op_name, dtype, arch, every in jobs:
-        backend, kernel = registry.backend(backend_name), _kernel(op_name, backend_name)
         calls = _calls(op_name, DTYPES[dtype], arch)
-        for call in calls if every or backend_name == "triton" else calls[:1]:  # lowering takes its time
-            reasons = kernel.capability.reasons(call)
-            if reasons:
-                found.append({"job": [backend_name, op_name, dtype, arch], "refused": list(map(str, reasons))})
-                continue
-            configs = kernel.configs_for(call)
-            for config in configs if every else configs[:1]:
-                for launch in launches_of(kernel.load()(call, config)):
-                    width = call.tensors[registry.op(op_name).tensors[0]].columns
-                    job = [backend_name, op_name, dtype, arch]
-                    entry: dict[str, Any] = {"job": job, "columns": width, "config": str(config)}
-                    if backend_name == "tilelang" and not every:
-                        from tilewright.backends.tilelang import lower
+        for kernel in _kernels(op_name, backend_name):
+            for call in calls if every or backend_name == "triton" else calls[:1]:  # lowering takes its time
+                found += _compiled(kernel, call, [backend_name, op_name, dtype, arch], every)
+    return found
 
-                        lowered = lower(launch, call.device)
-                        entry |= {"symbol": lowered.symbol, "bytes": len(lowered.source)}
-                    else:
-                        from tilewright.backends.triton import resources
 
-                        artifact = backend.compile(launch, call.device)
-                        entry |= {"symbol": artifact.symbol, "bytes": len(artifact.image)}
-                        if call.device.kind == "cuda":
-                            entry["registers"], entry["spills"], entry["static_shared"] = resources(artifact)
-                    found.append(entry)
+def _compiled(kernel: Kernel, call: Any, job: list[str], every: bool) -> list[dict[str, Any]]:
+    """Every launch of one call, by its first config or by every one."""
+    backend, reasons = registry.backend(kernel.backend), kernel.capability.reasons(call)
+    shared: dict[str, Any] = {"job": job, "kernel": str(kernel)}
+    if reasons:
+        return [{**shared, "refused": list(map(str, reasons))}]
+    found = []
+    configs = kernel.configs_for(call)
+    for config in configs if every else configs[:1]:
+        for launch in launches_of(kernel.load()(call, config)):
+            width = call.tensors[registry.op(kernel.op).tensors[0]].columns
+            entry: dict[str, Any] = {**shared, "columns": width, "config": str(config)}
+            if kernel.backend == "tilelang" and not every:
+                from tilewright.backends.tilelang import lower
+
+                lowered = lower(launch, call.device)
+                entry |= {"symbol": lowered.symbol, "bytes": len(lowered.source)}
+            else:
+                from tilewright.backends.triton import resources
+
+                artifact = backend.compile(launch, call.device)
+                entry |= {"symbol": artifact.symbol, "bytes": len(artifact.image)}
+                if call.device.kind == "cuda":
+                    entry["registers"], entry["spills"], entry["static_shared"] = resources(artifact)
+            found.append(entry)
     return found
 
 
@@ -154,7 +160,7 @@ def test_full_matrix(backend: str, arch: str, tmp_path: Path, pytestconfig: pyte
     firsts: dict[tuple[Any, ...], str] = {}
     for entry in found:
         if "bytes" in entry:
-            first = firsts.setdefault((*entry["job"], entry["columns"]), entry["config"])
+            first = firsts.setdefault((*entry["job"], entry["kernel"], entry["columns"]), entry["config"])
             assert entry["config"] != first or not entry.get("spills"), entry
 
 

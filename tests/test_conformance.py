@@ -70,9 +70,13 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
         pytest.skip(f"{kernel.backend} does not run on {facts}")
     unexpected = {r for r in reasons if "out of memory" not in r and "nothing to compute" not in r}
     if kernel.backend in ("triton", "inductor", "tilelang"):
-        # the library's own kernels take everything but more strides than two, and columns apart
-        assert all("strides" in r or "stride " in r for r in unexpected), unexpected
-        assert result.passed >= result.cases * 0.7
+        # the library's own kernels take everything but more strides than two, and columns apart; beside one that does,
+        # another may be for some calls only
+        special = kernel.label and any(not k.label for k in KERNELS if (k.op, k.backend) == (kernel.op, kernel.backend))
+        assert special or all("strides" in r or "stride " in r for r in unexpected), unexpected
+        assert special or result.passed >= result.cases * 0.7
+        if not result.passed:
+            pytest.skip("; ".join(sorted(unexpected))[:200])
     elif dtype not in kernel.capability.dtypes:
         assert result.passed == 0 and all("dtype" in reason for reason in unexpected)
         pytest.skip("; ".join(sorted(unexpected))[:200])

@@ -87,6 +87,14 @@ def test_a_good_one_is_taken() -> None:
         (gradient(takes={"x": "z"}), "gradient.takes: 'z' is none of x, y"),
         (gradient(gives={"z": "dx"}), "gradient.gives: 'z' is none of x"),
         (gradient(only={"x": "z"}), "gradient.only: 'z' is none of "),
+        (gradient(finds={"n": Saved(like("x"), lambda z: z)}), "gradient.finds n: 'z' is none of x, y, factor"),
+        ({"gradient_if": {"factor": GOOD["gradient"]}}, "gradient_if: 'factor' is none of "),
+        (
+            {"gradient": None, "gradient_if": {"factor": GOOD["gradient"]}},
+            "gradients of other inputs than gradient does",
+        ),
+        ({"probes": Probes(dims={"x": "M*V C"})}, 'probes.dims: "M*V" in "M*V C" is none of M (first), C, 2C, 1'),
+        ({"probes": Probes(dims={"x": "M C"}, by_option=("w",))}, "probes.by_option: 'w' is none of x"),
     ],
 )
 def test_a_wrong_name_is_named(changes: dict[str, Any], words: str) -> None:
@@ -112,6 +120,8 @@ def test_an_option_may_be_none() -> None:
         (gradient(takes={}), "double_backward needs x"),
         (gradient(takes={"x": "x", "w": "x"}), "'w' is none of dy, x"),
         (gradient(gives={"x": "dz"}), "gradient.gives: 'dz' is none of dx"),
+        (gradient(coo={"dx": "ids"}), "gradient.coo: 'ids' is none of dx"),
+        (gradient(finds={"n": Saved(like("x"), lambda x: x)}), "'n' is none of dy, x"),
     ],
 )
 def test_the_gradients_side_is_checked_too(changes: dict[str, Any], words: str) -> None:

@@ -83,3 +83,10 @@ def test_two_kernels_of_one_name_are_refused():
 def test_what_families_share_belongs_to_their_kernels():
     files = {path.name for path in _sources("tilewright.ops.loss.triton")}
     assert {"triton.py", "configs.py", "triton_rows.py"} <= files and "kernel.py" not in files
+
+
+def test_programs_that_a_kernel_does_not_import_bring_what_they_import():
+    kernel = next(k for k in registry.kernels_of("linear") if k.backend == "tilelang")
+    files = ["/".join(path.parts[-2:]) for path in kernel.sources()]
+    assert {"linear/tilelang_programs.py", "activation/tilelang_programs.py", "ops/tilelang_rows.py"} <= set(files)
+    assert len(files) == len(set(files))

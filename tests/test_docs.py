@@ -143,6 +143,8 @@ def test_every_op_has_its_place_on_the_page_of_ops() -> None:
         if op.gradient is not None:
             assert f"| `{op.name}({', '.join(op.tensors)})` |" in text, "with its tensors, in order"
             assert f"tw.{op.name}(" in text, "with an example"
+        if op.into:
+            assert f"| `{op.name}_` | {op.in_place.written()} |" in text
 
 
 def test_every_op_has_a_page_of_its_own_made_from_what_is_known_of_it() -> None:
@@ -155,6 +157,7 @@ def test_every_op_has_a_page_of_its_own_made_from_what_is_known_of_it() -> None:
         for kernel in registry.kernels_of(op.name):
             assert f"| {kernel.name.removeprefix(op.name + '/')} |" in text, kernel
         commands = re.findall(r"^tilewright .*?(?=  #)", text, re.MULTILINE)
+        assert (f"`tw.{op.name}_` takes the same arguments" in text) is bool(op.into)
         assert len(commands) == 4
         for words in map(shlex.split, commands):
             get_command(cli.app).commands[words[1]].make_context(words[1], words[2:])
@@ -190,7 +193,7 @@ def test_commands_are_ones_that_there_are(words: list[str], ops_exist: bool) -> 
     context = get_command(cli.app).commands[words[1]].make_context(words[1], words[2:])
     named = [context.params.get("op"), *(context.params.get("ops") or ())]
     if ops_exist:
-        assert set(filter(None, named)) <= {op.name for op in registry.ops()}
+        assert set(filter(None, named)) <= {op.name for op in (*registry.ops(), *registry.forms())}
 
 
 def test_readme_example_runs() -> None:

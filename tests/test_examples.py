@@ -33,6 +33,17 @@ def test_the_same_loss_curve_by_torch_and_by_tilewright(pcvr: Any, capsys: pytes
     assert ours.peak_mib > 0 and ours.step_ms > 0
 
 
+@pytest.mark.parametrize("ops", ["torch", "tilewright"])
+def test_sparse_gradients_lead_to_the_same_losses(pcvr: Any, ops: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TOY, "--ops", ops, *(["--same-masks"] if ops == "torch" else [])]
+    dense, sparse = pcvr.main(words), pcvr.main([*words, "--sparse"])
+    torch.testing.assert_close(sparse.losses, dense.losses, rtol=2e-5, atol=0)
+    shown = capsys.readouterr().out
+    assert "table gradients: dense" in shown and "table gradients: sparse" in shown
+    assert dense.table_gradients_mib == SIZES["fields"] * SIZES["ids"] * SIZES["width"] * 4 / 2**20
+    assert 0 < sparse.table_gradients_mib <= SIZES["fields"] * SIZES["batch"] * SIZES["bag"] * (8 + 4 * 32) / 2**20
+
+
 def test_popular_ids_are_popular_and_batches_repeat(pcvr: Any) -> None:
     sizes = pcvr.Sizes(batch=4000, fields=2, bag=8, ids=1000)
     ids, labels = pcvr.batch(sizes, 3, 7, torch.device("cpu"))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.backends.cubin import bind
 from tilewright.core import registry
+from tilewright.core.backend import Artifact, Parameter
+from tilewright.core.launch import Launch, Scratch
 from tilewright.verify.cases import Case, build
 from tilewright.verify.check import call_of, check, truth_of
 
@@ -179,3 +186,54 @@ def test_refusals() -> None:
         tw.linear(x, weight, act="tanh")
     with pytest.raises(tw.InvalidArgument, match="z: None, with act 'silu'"):
         tw.linear_backward(residual, x, weight, act="silu")
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_programs_that_stay_finish_every_tile(device: str, saving: bool) -> None:
+    """Fewer programs than tiles, tiles beyond both ends, a sum that ends within a step."""
+    (kernel,) = [k for k in registry.kernels_of("linear") if k.label == "descriptors"]
+    op = registry.op("linear")
+    lead, k, n = (300,), 136, 712
+    made = _made(lead, k, n, torch.bfloat16)
+    inputs: dict[str, Tensor | None] = dict(zip(op.tensors, (t.to(device) for t in made), strict=True))
+    options = {**op.usual, "act": "silu"}
+    call = call_of(op, inputs, options, saving)
+    emulated = registry.backend("triton").emulates(call.device)
+    if kernel.capability.reasons(call, emulated=emulated):
+        pytest.skip("runs on Hopper, or by the interpreter")
+    truth = truth_of(op, inputs, options, saving)
+    for config in kernel.configs_for(call)[:2]:
+        outcome = check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
+        assert not outcome.problems, (config, outcome.problems)
+
+
+def test_a_workspace_too_small_is_refused() -> None:
+    artifact = Artifact(b"", "tiles", (Parameter("pointer", "*"),), (128, 1, 1), workspace=384)
+    launch = Launch(None, (4, 1, 1), {}, workspace=Scratch("descriptors", (4 * 384,), torch.uint8))
+    assert bind(artifact, launch, {"descriptors": 0}).slots == (0,)
+    for less in (None, Scratch("descriptors", (3 * 384,), torch.uint8)):
+        with pytest.raises(ValueError, match="384 bytes"):
+            bind(artifact, replace(launch, workspace=less), {"descriptors": 0})
+
+
+FORK = """
+import os, torch
+from tilewright.ops.linear.vendor import summed_in_float32
+switch = lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+with summed_in_float32():
+    assert not switch()
+    child = os.fork()
+    if not child:
+        with summed_in_float32():
+            inside = switch()
+        os._exit(0 if switch() and not inside else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and not switch()
+assert switch()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_torchs_switch_survives_a_fork_inside_a_call() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

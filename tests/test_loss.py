@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core import registry
+from tilewright.ops.loss.log1p import LOG1P
 from tilewright.verify.cases import Case, build, make_inputs
 from tilewright.verify.check import call_of, check, truth_of
 
@@ -93,6 +95,49 @@ def test_half_precision_is_summed_in_float32() -> None:
             assert found.dtype == dtype and found == torch.tensor(math.log(2)).to(dtype)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_loss_may_have_another_dtype_and_the_gradient_keeps_that_of_the_logits(
+    backend: str, reduction: str
+) -> None:
+    """Half-precision logits, a float32 loss that no rounding has touched, and a float32 upstream gradient."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(ROWS, C, generator=generator).bfloat16().requires_grad_()
+    y = torch.rand(ROWS, C, generator=generator).bfloat16()
+    found = tw.bce_with_logits(x, y, reduction=reduction, out_dtype=torch.float32, backend=backend)
+    wide = x.detach().float().requires_grad_()
+    expected = theirs(wide, y.float(), reduction, {})
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    dy = torch.rand(found.shape, generator=generator) * 1e-3 + 1.0  # bfloat16 would make it 1
+    dx, wanted = torch.autograd.grad(found, x, dy)[0], torch.autograd.grad(expected, wide, dy)[0]
+    assert dx.dtype == torch.bfloat16
+    torch.testing.assert_close(dx, wanted.bfloat16(), rtol=2**-7, atol=1e-6)  # the interpreter truncates
+    if backend == "reference":
+        assert torch.equal(dx, wanted.bfloat16())
+    with torch.no_grad():
+        compiled = torch.compile(tw.bce_with_logits, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x, y, reduction=reduction, out_dtype=torch.float32, backend=backend), found)
+
+
+def test_a_class_is_told_by_the_dtype_of_its_loss() -> None:
+    """Evidence for a bfloat16 loss does not speak for a float32 one, and a worker is asked for the call that it is."""
+    from tilewright.core.classes import layout_class
+    from tilewright.tune import wire
+    from tilewright.tune.sample import inputs_of
+
+    backward = registry.op("bce_with_logits_backward")
+    found = set()
+    for out_dtype in (None, torch.float32, torch.float16):
+        options = {**backward.usual, "reduction": "none", "out_dtype": out_dtype}
+        call = call_of(backward, make_inputs(backward, (8, 64), torch.bfloat16, options=options), options, False)
+        again = wire.call_from_json(json.loads(json.dumps(wire.call_to_json(call))))
+        assert again == call
+        made = call_of(backward, dict(zip(backward.tensors, inputs_of(again, 0), strict=True)), options, False)
+        assert layout_class(made, dict(backward.options)) == layout_class(call, dict(backward.options))
+        found.add(layout_class(call, dict(backward.options)))
+    assert len(found) == 3
+
+
 def test_sums_of_many_programs_have_the_same_bits_each_time() -> None:
     """Two stages, whatever the grid: more tiles than programs, and more programs than one."""
     op = registry.op("bce_with_logits")
@@ -142,6 +187,13 @@ def test_refusals() -> None:
         tw.bce_with_logits(x, y, None, y[0].double())
     with pytest.raises(tw.InvalidArgument, match=r"dy: shape \[\], with reduction 'none'; needs \[3, 8\]"):
         tw.bce_with_logits_backward(torch.ones(()), x, y, reduction="none")
+    for wrong, message in ((torch.int32, "int32"), (torch.float64, "fp64")):
+        with pytest.raises(tw.InvalidArgument, match=f"out_dtype: {message}; takes fp32, fp16, bf16"):
+            tw.bce_with_logits(x, y, out_dtype=wrong)
+    with pytest.raises(tw.InvalidArgument, match=r"out_dtype: 'float16' is a str; a torch\.dtype is needed"):
+        tw.bce_with_logits(x, y, out_dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(tw.InvalidArgument, match=r"dy: dtype fp32, while the loss is fp16; dy\.to"):
+        tw.bce_with_logits_backward(torch.ones(()), x, y, out_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", ["targets", "weight", "pos_weight"])
@@ -162,3 +214,13 @@ def test_gradients_that_there_are_not_are_refused_by_name(name: str) -> None:
     given[name] = given[name].detach()
     tw.bce_with_logits(**given).backward()
     assert given["logits"].grad is not None
+
+
+def test_the_polynomial_of_log1p_is_as_good_as_float32():
+    u = torch.cat([torch.logspace(-40, 0, 4001), torch.linspace(0, 1, 20001)]).float()
+    ratio = torch.full_like(u, LOG1P[-1]).double()
+    for coefficient in LOG1P[-2::-1]:
+        ratio = (ratio * u.double() + coefficient).float().double()  # a fused multiply-add
+    found, right = (ratio * u.double()).float(), torch.log1p(u.double())
+    ulp = torch.finfo(torch.float32).eps * right
+    assert ((found - right).abs() <= 2 * ulp + 2.0**-149).all()

@@ -20,9 +20,10 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Functions:
-    """What the model computes with. `dropout_add(x, residual, p, seed, offset)`: seed and offset are int64[1]."""
+    """What the model computes with. `bag(table, ids, sparse)`: whether the table's gradient is sparse.
+    `dropout_add(x, residual, p, seed, offset)`: seed and offset are int64[1]."""
 
-    bag: Callable[[Tensor, Tensor], Tensor]
+    bag: Callable[[Tensor, Tensor, bool], Tensor]
     norm: Callable[[Tensor, Tensor], Tensor]
     gate: Callable[[Tensor], Tensor]
     dropout_add: Callable[..., Tensor]
@@ -40,7 +41,7 @@ def _our_gate(x: Tensor) -> Tensor:
 
 
 TORCH = Functions(
-    bag=lambda table, ids: F.embedding_bag(ids, table, mode="mean", padding_idx=0),
+    bag=lambda table, ids, sparse: F.embedding_bag(ids, table, mode="mean", padding_idx=0, sparse=sparse),
     norm=lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
     gate=_torch_gate,
     dropout_add=lambda x, residual, p, seed, offset: residual + F.dropout(x, p),
@@ -54,7 +55,7 @@ SAME_MASKS = replace(
 )
 """Torch's functions with the masks of `tw.dropout_add`, drawn by its definition: slow, and equal in every element."""
 TILEWRIGHT = Functions(
-    bag=lambda table, ids: tw.embedding_bag_mean(table, ids, padding_idx=0),
+    bag=lambda table, ids, sparse: tw.embedding_bag_mean(table, ids, padding_idx=0, sparse_grad=sparse),
     norm=lambda x, w: tw.rms_norm(x, w, eps=EPS),
     gate=_our_gate,
     dropout_add=lambda x, residual, p, seed, offset: tw.dropout_add(x, residual, p=p, seed=seed, offset=offset),
@@ -79,17 +80,18 @@ class Block(nn.Module):
 class Model(nn.Module):
     """One table of embeddings a field, concatenated, mixed into `width`, `depth` blocks, a logit."""
 
-    def __init__(self, fields: int, ids: int, width: int, depth: int, p: float) -> None:
+    def __init__(self, fields: int, ids: int, width: int, depth: int, p: float, sparse: bool = False) -> None:
         super().__init__()
         self.tables = nn.ParameterList([nn.Parameter(0.05 * torch.randn(ids, width)) for _ in range(fields)])
         self.mix = nn.Linear(fields * width, width)
         self.blocks = nn.ModuleList([Block(width, 4 * width) for _ in range(depth)])
         self.norm = nn.Parameter(torch.ones(width))
         self.head = nn.Linear(width, 1)
-        self.p = p
+        self.p, self.sparse = p, sparse
 
     def forward(self, ids: Tensor, f: Functions, seed: Tensor, step: int) -> Tensor:
-        x = self.mix(torch.cat([f.bag(table, bag) for table, bag in zip(self.tables, ids, strict=True)], -1))
+        bags = [f.bag(table, bag, self.sparse) for table, bag in zip(self.tables, ids, strict=True)]
+        x = self.mix(torch.cat(bags, -1))
         for number, block in enumerate(self.blocks):
             used = -(-x.shape[-1] // 4)  # offsets that one call consumes
             offset = torch.full((1,), (step * len(self.blocks) + number) * used, dtype=torch.int64, device=x.device)

@@ -27,16 +27,20 @@ from tilewright.core.evidence import install_prover as _install_prover
 from tilewright.core.policy import use
 from tilewright.ops.activation import (
     bias_act,
+    bias_act_,
     bias_act_backward,
     geglu,
     geglu_backward,
     geglu_packed,
     geglu_packed_backward,
     gelu,
+    gelu_,
     gelu_backward,
     scale_bias_add,
+    scale_bias_add_,
     scale_bias_add_backward,
     silu,
+    silu_,
     silu_backward,
     swiglu,
     swiglu_backward,
@@ -49,20 +53,33 @@ from tilewright.ops.attention import (
     varlen_attention,
     varlen_attention_backward,
 )
-from tilewright.ops.embedding import embedding_bag_mean, embedding_bag_mean_backward
+from tilewright.ops.embedding import (
+    embedding_bag_mean,
+    embedding_bag_mean_backward,
+    embedding_bag_mean_sparse_backward,
+)
 from tilewright.ops.linear import linear, linear_backward
 from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
 from tilewright.ops.norm import (
     add_layer_norm,
+    add_layer_norm_,
     add_rms_norm,
+    add_rms_norm_,
     l2_norm,
     l2_norm_backward,
     layer_norm,
     layer_norm_backward,
     rms_norm,
+    rms_norm_,
     rms_norm_backward,
 )
-from tilewright.ops.residual import dropout_add, dropout_add_backward, gated_residual, gated_residual_backward
+from tilewright.ops.residual import (
+    dropout_add,
+    dropout_add_backward,
+    gated_residual,
+    gated_residual_,
+    gated_residual_backward,
+)
 
 __version__ = "0.1.0"
 
@@ -116,25 +133,31 @@ __all__ = [
     "UnknownName",
     "Unsupported",
     "add_layer_norm",
+    "add_layer_norm_",
     "add_rms_norm",
+    "add_rms_norm_",
     "attention",
     "attention_backward",
     "bce_with_logits",
     "bce_with_logits_backward",
     "bias_act",
+    "bias_act_",
     "bias_act_backward",
     "dropout_add",
     "dropout_add_backward",
     "embedding_bag_mean",
     "embedding_bag_mean_backward",
+    "embedding_bag_mean_sparse_backward",
     "explain",
     "gated_residual",
+    "gated_residual_",
     "gated_residual_backward",
     "geglu",
     "geglu_backward",
     "geglu_packed",
     "geglu_packed_backward",
     "gelu",
+    "gelu_",
     "gelu_backward",
     "l2_norm",
     "l2_norm_backward",
@@ -144,10 +167,13 @@ __all__ = [
     "linear_backward",
     "patch",
     "rms_norm",
+    "rms_norm_",
     "rms_norm_backward",
     "scale_bias_add",
+    "scale_bias_add_",
     "scale_bias_add_backward",
     "silu",
+    "silu_",
     "silu_backward",
     "swiglu",
     "swiglu_backward",

@@ -244,23 +244,25 @@ class Step:
 def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> Step:
     """Match the parameters of `artifact` with the arguments of `launch`; `positions` are those of the buffers."""
     slots: list[int | ctypes._SimpleCData[Any]] = []
+    args = {**launch.args, "": None, "*": launch.workspace}
     for parameter in artifact.parameters:
-        value = launch.args[parameter.name] if parameter.name else None
-        if isinstance(value, (TensorFacts, Scratch)):
-            if parameter.kind != "pointer":
-                raise TypeError(f"{artifact.symbol}: {parameter.name} is a {parameter.kind}, got a tensor")
-            slots.append(positions[value.name])
-        elif (value is None) != (parameter.kind == "pointer"):
+        value = args[parameter.name]
+        given = isinstance(value, (TensorFacts, Scratch))
+        if (given or value is None) != (parameter.kind == "pointer"):
             raise TypeError(f"{artifact.symbol}: {parameter.name} is a {parameter.kind}, got {value!r}")
+        elif isinstance(value, (TensorFacts, Scratch)):
+            slots.append(positions[value.name])
         elif value is None:
             slots.append(c_uint64(0))
         else:
             slots.append(_constant(artifact.symbol, parameter.name, parameter.kind, value))
+    if artifact.workspace * math.prod(launch.grid) > (launch.workspace.nbytes if launch.workspace else 0):
+        raise ValueError(f"{artifact.symbol}: a block uses {artifact.workspace} bytes of {launch.workspace}")
     for axis, size, limit in zip("xyz", launch.grid, (2**31 - 1, 65535, 65535), strict=True):
         if not 0 <= size <= limit:
             raise ValueError(f"{artifact.symbol}: grid {axis} = {size} is outside 0 to {limit}")
-    own = (artifact.block, artifact.shared, artifact.cluster)
-    return Step(artifact.symbol, launch.grid, *own, launch.pdl, tuple(slots))
+    shape = (artifact.block, artifact.shared, artifact.cluster)
+    return Step(artifact.symbol, launch.grid, *shape, launch.pdl, tuple(slots))
 
 
 def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> ctypes._SimpleCData[Any]:

@@ -42,7 +42,8 @@ class InductorBackend(Backend):
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
         names = tuple(n for n, facts in call.tensors.items() if facts is not None and n not in call.outputs)
         form = tuple(_form(facts) for n in names if (facts := call.tensors[n]) is not None)
-        compiled = _compiled(call.op, tuple(call.options.items()), names, form, call.saving)
+        into = tuple(call.aliased.items())
+        compiled = _compiled(call.op, tuple(call.options.items()), names, form, call.saving, into)
         op = registry.op(call.op)
         places = [op.tensors.index(n) for n in names]
         warm = False
@@ -67,15 +68,26 @@ def _form(facts: TensorFacts) -> tuple[Any, ...]:
 
 @functools.cache
 def _compiled(
-    name: str, options: tuple[tuple[str, Any], ...], present: tuple[str, ...], form: tuple[Any, ...], saving: bool
+    name: str,
+    options: tuple[tuple[str, Any], ...],
+    present: tuple[str, ...],
+    form: tuple[Any, ...],
+    saving: bool,
+    into: tuple[tuple[str, str], ...],
 ) -> Callable[..., list[Any]]:
-    """The definition with these options and tensors of this form, compiled for any size."""
+    """The definition with these options and tensors of this form, compiled for any size. Outputs that overwrite an
+    input (`into`) are None."""
     op, chosen = registry.op(name), dict(options)
+    outputs = list(op.out)
 
     def definition(*tensors: torch.Tensor) -> list[Any]:
         known: dict[str, torch.Tensor | None] = dict.fromkeys(op.tensors)
         known.update(zip(present, tensors, strict=True))
         results = op.define(known, chosen, saving)
+        for output, overwritten in into:
+            place: Any = known[overwritten]
+            place.copy_(results[outputs.index(output)])
+            results[outputs.index(output)] = None
         # a result that a definition passes through (dx = dh) must not alias its input
         dense = torch.contiguous_format
         return [

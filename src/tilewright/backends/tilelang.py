@@ -48,9 +48,10 @@ _lowering = threading.Lock()
 @dataclass(frozen=True)
 class Program:
     """A function "module:function" that makes a TileLang `prim_func` from a launch's constants. Named, not held: its
-    module imports TileLang."""
+    module imports TileLang. `flags` go to the CUDA compiler as they are."""
 
     source: str
+    flags: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., Any]:
         module, name = self.source.split(":")
@@ -97,7 +98,8 @@ class TileLangBackend(Backend):
         if not isinstance(launch.function, Program):
             return _build(launch, device)
         facts = (self.version(), cuda.arch_of(device), launch.function.source, launch.function.digest(),
-                 repr(sorted(PASSES.items())), repr(sorted(launch.constants.items())))  # fmt: skip
+                 repr(sorted(PASSES.items())), repr(sorted(launch.constants.items())),
+                 *launch.function.flags)  # fmt: skip
         return _cached(hashlib.sha256("|".join(facts).encode()).hexdigest(), lambda: _build(launch, device))
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
@@ -122,6 +124,8 @@ def _build(launch: Launch, device: Device) -> Artifact:
     lowered = lower(launch, device)
     symbol = lowered.symbol
     options: tuple[str, ...] = ("-w",)  # TileLang's templates use names that CUDA 13 deprecates
+    if isinstance(launch.function, Program):
+        options += launch.function.flags
     if cuda.nvrtc_file():
         options += ("-default-device",)  # the templates' headers leave out the qualifiers of some functions
     image = cuda.compile_source(

@@ -182,9 +182,10 @@ class _Compilation:
                 (self.target.warp_size * facts.num_warps, 1, 1),
                 facts.shared,
             )
-        if facts.global_scratch_size or facts.profile_scratch_size:
-            raise ValueError(f"{name}: asks for scratch memory (device-side descriptors), not provided here")
-        parameters = (*self.parameters, Parameter("pointer"), Parameter("pointer"))
+        if facts.profile_scratch_size:
+            raise ValueError(f"{name}: asks for memory to profile itself, not provided here")
+        own = "*" if facts.global_scratch_size else ""
+        parameters = (*self.parameters, Parameter("pointer", own), Parameter("pointer"))
         counted = _ptx_parameters(compiled.asm["ptx"], name)
         if counted != len(parameters) and _known_abi(installed()):
             raise ValueError(f"{name}: triton {installed()} gave it {counted} parameters, not {len(parameters)}")
@@ -195,6 +196,7 @@ class _Compilation:
             (32 * facts.num_warps, 1, 1),
             facts.shared,
             (facts.num_ctas, 1, 1),
+            workspace=facts.global_scratch_size,
         )
 
 
@@ -237,6 +239,10 @@ class JitRunner(Runner):
         if interpreting():
             _round_to_nearest()
             _multiply_values()
+        elif any(launch.workspace for launch in launches):
+            import triton
+
+            triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=f"cuda:{self.index}"))
 
     def __call__(self, buffers: Buffers) -> None:
         if self.index is None:

@@ -209,6 +209,10 @@ class _Bench:
     def _kernel_runs(self, kernel: Kernel, config: Config, call: Call) -> list[Run]:
         """The kernel alone on each set; on a CPU with its outputs allocated ahead, where it lets us."""
         tensors = [[inputs[n] for n in self.problem.op.tensors] for inputs in self.sets]
+        if self.problem.waits:
+            self._note("the host waits for values in it, so it is timed as a whole, what torch does for it included")
+            run = _any_size(kernel, config, self.problem)
+            return [self.problem.whole(run, timed, seed) for seed, timed in enumerate(self.sets)]
         if not self.gpu and registry.backend(kernel.backend).launches:
             return [_preallocated(kernel, config, call, tensors[0])]
         run = bind(kernel, config, call)
@@ -216,6 +220,8 @@ class _Bench:
 
     def _watch(self, runs: Sequence[Run], cache: str) -> Watch:
         cold = cache == "cold"
+        if self.problem.waits and self.gpu:
+            return measure.EventWatch(runs if cold else runs[:1], self.problem.device, self.stream)
         return measure.kernel_watch(
             runs, self.problem.device, self.stream, size=self.size, cold=cold, flush=cold and self.flush
         )
@@ -232,13 +238,13 @@ class _Bench:
         if not problem.backward:
             tensors = [first[n] for n in problem.op.tensors]
             with torch.no_grad():
-                run: Run = partial(problem.op, *tensors, backend=name, **problem.options)
+                run: Run = partial(problem.op, *tensors, backend=name, **problem.given_options)
                 return measure.call_time(run, problem.device).median
         owner = problem.owner
         # forward by the definition, so that only the backward is this backend's; a preference, not a pin, reaches it
         with policy.use("reference", ops=[owner]), policy.use(name, ops=[problem.op], strict=True):
             run = gradient_of(
-                problem, lambda leaves: owner(*(leaves[n] for n in owner.tensors), **problem.options), first, 0
+                problem, lambda leaves: owner(*(leaves[n] for n in owner.tensors), **problem.given_options), first, 0
             )
         return measure.call_time(run, problem.device).median
 
@@ -321,6 +327,19 @@ class _Bench:
         note = f"{self.problem}: {text}"
         if note not in self.report.notes:
             self.report.notes.append(note)
+
+
+def _any_size(kernel: Kernel, config: Config, problem: Problem) -> Callable[..., Any]:
+    """The kernel for tensors whose sizes are known when it is called; bound once for each."""
+    bound: dict[Any, Callable[..., Any]] = {}
+
+    def run(*tensors: Any) -> Any:
+        key = tuple(None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors)
+        if key not in bound:
+            bound[key] = bind(kernel, config, problem.call(dict(zip(problem.op.tensors, tensors, strict=True))))
+        return bound[key](*tensors)
+
+    return run
 
 
 def _preallocated(kernel: Kernel, config: Config, call: Call, tensors: Sequence[Any]) -> Run:

@@ -187,6 +187,29 @@ class GraphWatch:
         return float(start.elapsed_time(end)) * 1e3 / self.calls
 
 
+class EventWatch:
+    """Device time from the first kernel of a call to the last, gaps included, of calls that no graph can hold because
+    the host waits in them."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device, stream: Any, calls: int = 20) -> None:
+        self.device, self.stream, self.runs = device, stream, runs
+        self.calls = calls * len(runs)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # inputs were made on another stream
+            with torch.cuda.stream(stream):
+                self.kept = [run() for run in (*runs, *runs)]
+
+    def __call__(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            start.record()
+            for i in range(self.calls):
+                self.kept[i % len(self.runs)] = self.runs[i % len(self.runs)]()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / self.calls
+
+
 @cache
 def _flush_buffer(device: torch.device) -> torch.Tensor:
     """What is read to fill the cache with something else; one a device, since many watches live at a time."""

@@ -63,7 +63,7 @@ class Peer:
             return problem.owner.reference(*(tensors[n] for n in problem.owner.tensors), **options)
 
         wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
-        for mine, theirs in zip(_tuple(wanted), _tuple(run()), strict=True):
+        for mine, theirs in zip(_dense(wanted), _dense(run()), strict=True):
             if getattr(self.maker, "draws", False):
                 sizes = [float(t.float().square().mean().sqrt()) for t in (mine, theirs)]
                 if mine.shape != theirs.shape or abs(sizes[0] - sizes[1]) > DRAWN_TOLERANCE * sizes[0]:
@@ -98,3 +98,7 @@ def peers_of(op: Op[Any]) -> list[Peer]:
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def _dense(found: Any) -> list[Tensor]:
+    return [tensor.to_dense() if tensor.is_sparse else tensor for tensor in _tuple(found)]

@@ -86,6 +86,8 @@ def _value(op: Any, name: str, text: str) -> Any:
             return truth[text.lower()]
         if kind is str:
             return text
+        if getattr(kind, "__name__", "") == "dtype":
+            return dtype(text)
         return tuple(truth[part.lower()] for part in words(text))
     except (KeyError, ValueError):
         wanted = getattr(kind, "__name__", str(kind))

@@ -13,7 +13,7 @@ from tilewright.cli.output import json_only, stdout
 
 
 def command(
-    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name; gelu_ for gelu in place.")],
     shape: Annotated[str, typer.Option("--shape", help="Rows by columns, as 8192x4096.")] = "8192x4096",
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32.")] = "bfloat16",
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, sm_90, gfx942; by default what is here.")] = "",
@@ -28,7 +28,7 @@ def command(
         import tilewright  # noqa: F401  declares the ops
         from tilewright.core import policy, registry, selection
 
-        known = registry.op(op)
+        known = registry.find(op)
         if backend:
             registry.backend(backend)
         absent = arguments.words(without) if without else list(known.probes.absent[0])
@@ -92,7 +92,7 @@ def _facts(found: Any) -> dict[str, Any]:
         for c in found.candidates
     ]
     return {
-        "op": found.call.op,
+        "op": found.call.form,
         "device": str(found.call.device),
         "call_class": found.call_class,
         "chosen": found.chosen.kernel.backend if found.chosen else None,

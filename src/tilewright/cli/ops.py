@@ -27,7 +27,8 @@ def command(json: Json = False) -> None:
     for op in found:
         for place, kernel in enumerate(op["kernels"]):
             here = "[green]yes[/green]" if kernel["available"] else "; ".join(kernel["reasons"]).replace("[", r"\[")
-            head = (op["op"], op["gradient"] or "none") if place == 0 else ("", "")
+            forms = ", ".join(filter(None, (op["op"], op["in_place"])))
+            head = (forms, op["gradient"] or "none") if place == 0 else ("", "")
             table.add_row(*head, kernel["kernel"].partition("/")[2], kernel["version"], here)
     stdout().print(table)
 
@@ -56,7 +57,8 @@ def _facts(op: Any, device: Any) -> dict[str, Any]:
             }
         )
     gradient = None if op.gradient is None else op.gradient.op
-    return {"op": op.name, "family": op.family, "gradient": gradient, "kernels": kernels}
+    form = op.in_place.name if op.into else None
+    return {"op": op.name, "family": op.family, "gradient": gradient, "in_place": form, "kernels": kernels}
 
 
 def _version(kernel: Any, backend: Any) -> str:

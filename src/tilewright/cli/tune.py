@@ -56,8 +56,7 @@ def _with_gradients(names: Sequence[str]) -> list[str]:
     for name in names:
         op = registry.op(name)
         found[name] = None
-        if op.gradient is not None:
-            found[op.gradient.op] = None
+        found |= dict.fromkeys(gradient.op for gradient in op.gradients)
     return list(found)
 
 

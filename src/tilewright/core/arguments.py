@@ -11,7 +11,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, strided
+from torch import Tensor, dtype, strided
 from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewright.core import registry
@@ -78,6 +78,11 @@ def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[
         elif kind is int:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "an integer is needed")
+        elif kind is dtype:
+            if not isinstance(value, dtype):
+                raise InvalidArgument(
+                    op.name, name, f"{value!r} is a {type(value).__name__}", "a torch.dtype is needed"
+                )
         elif typing.get_origin(kind) is tuple:
             wanted = len(typing.get_args(kind))
             if not isinstance(value, (list, tuple)) or [type(v) for v in value] != [bool] * wanted:

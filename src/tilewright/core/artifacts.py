@@ -68,6 +68,7 @@ def dump(artifact: Artifact) -> bytes:
         "cluster": artifact.cluster,
         "registers": artifact.registers,
         "spills": artifact.spills,
+        "workspace": artifact.workspace,
         "bytes": len(artifact.image),
     }
     return json.dumps(facts).encode() + b"\n" + artifact.image
@@ -90,6 +91,7 @@ def parse(payload: bytes) -> Artifact:
         (cx, cy, cz),
         facts["registers"],
         facts["spills"],
+        facts["workspace"],
     )
 
 

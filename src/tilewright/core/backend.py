@@ -27,7 +27,7 @@ Buffers = Sequence[torch.Tensor | None]
 @dataclass(frozen=True)
 class Parameter:
     """One kernel parameter. `kind` is "pointer", "i32", "i64" or "f32"; a parameter without a name is a null pointer
-    that the compiler asks for (Triton's scratch)."""
+    that the compiler asks for, "*" the launch's workspace."""
 
     kind: str
     name: str = ""
@@ -45,6 +45,8 @@ class Artifact:
     cluster: tuple[int, int, int] = (1, 1, 1)
     registers: int | None = None
     spills: int | None = None
+    workspace: int = 0
+    """Bytes that each block uses of the launch's workspace."""
 
 
 class Runner(ABC):

@@ -112,6 +112,8 @@ class Call:
     deterministic: bool = False
     outputs: tuple[str, ...] = field(default=())
     """Names of the tensors that the kernel writes, in order; the saved statistics of the forward come last."""
+    into: Mapping[str, str] = field(default_factory=dict)
+    """Of an in-place form: by output, the input that it overwrites."""
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name] if name in self.tensors else self.options[name]
@@ -126,6 +128,23 @@ class Call:
 
     def has(self, name: str) -> bool:
         return self.tensors.get(name) is not None
+
+    @property
+    def form(self) -> str:
+        """The op as the caller named it."""
+        return f"{self.op}_" if self.into else self.op
+
+    @property
+    def aliased(self) -> dict[str, str]:
+        """`into`, where the kernel itself writes where the inputs are. Kernels write dense, aligned outputs: inputs
+        that lie otherwise get copies of what the kernel wrote elsewhere."""
+        return {} if self.misplaced else dict(self.into)
+
+    @property
+    def misplaced(self) -> list[str]:
+        """What is overwritten and does not lie as kernels write."""
+        facts = [self.tensors[name] for name in self.into.values()]
+        return [f.name for f in facts if f is not None and not (f.contiguous and f.align == 16)]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -58,7 +58,8 @@ class Capability:
     """Devices, dtypes, limits on shapes and strides, and features.
 
     `gradient`: the kernel can emit what forward saves. `deterministic`: the same bits on every run. `capture`: once
-    warm it may run inside a CUDA graph.
+    warm it may run inside a CUDA graph. `in_place`: where the op has an in-place form, an output may be the input that
+    the form overwrites: each element is read for the last time before anyone writes it.
     """
 
     devices: tuple[Target, ...] = ()
@@ -67,6 +68,7 @@ class Capability:
     gradient: bool = True
     deterministic: bool = True
     capture: bool = True
+    in_place: bool = False
 
     def reasons(self, call: Call, *, emulated: bool = False, capturing: bool = False) -> list[Reason]:
         """Why `call` does not fit; empty when it does. `emulated`: the backend runs its GPU kernels on this device."""
@@ -88,6 +90,9 @@ class Capability:
             found.append(Reason("gradient", "this kernel cannot emit what the gradient needs", "use torch.no_grad()"))
         if call.deterministic and not self.deterministic:
             found.append(Reason("determinism", "not deterministic, and deterministic algorithms are asked for"))
+        if call.aliased and not self.in_place:
+            places = ", ".join(f"{output} over {name}" for output, name in call.aliased.items())
+            found.append(Reason("in place", f"does not declare that it can write {places}", f"{call.op} would do"))
         if capturing and not self.capture:
             found.append(Reason("capture", "cannot run inside a CUDA graph"))
         return found

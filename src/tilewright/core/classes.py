@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tilewright.core import registry
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 
@@ -16,11 +18,12 @@ def layout_class(call: Call, defaults: dict[str, Any]) -> str:
     """dtypes, column bucket, strides and alignment of each input, what is absent, options: the key of evidence."""
     forms = _forms(call)
     parts = [_layout(name, facts, _has_columns(call, name)) + forms.get(name, "") for name, facts in _inputs(call)]
-    return " ".join([*parts, *_options(call, defaults)])
+    return " ".join([*parts, *_options(call, defaults), *(["in place"] if call.aliased else [])])
 
 
 def call_class(call: Call, defaults: dict[str, Any]) -> str:
-    """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections."""
+    """The layout class with exact columns and bucketed rows: the key of tuned times and of memoised selections. In
+    place or not is no part of it: the same bytes move, and the same kernel is to give the same bits."""
     parts, forms = [], _forms(call)
     for name, facts in _inputs(call):
         columns = _has_columns(call, name)
@@ -43,7 +46,7 @@ def _forms(call: Call) -> dict[str, str]:
 
 def _has_columns(call: Call, name: str) -> bool:
     """False for one number a row (statistics): their last dimension counts rows."""
-    return registry.op(call.op).probes.dims.get(name) != "M"
+    return not registry.op(call.op).probes.is_vector(name)
 
 
 def _stands_apart(call: Call, name: str) -> bool:
@@ -74,6 +77,8 @@ def _options(call: Call, defaults: dict[str, Any]) -> list[str]:
 
 def _option(value: Any) -> str:
     """Numbers are run-time arguments: only whether they are zero may choose another kernel."""
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, (int, float)):

@@ -12,12 +12,14 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tilewright.core.errors import TilewrightError
 
 if TYPE_CHECKING:
-    from tilewright.core.op import Op
+    from tilewright.core.op import Gradient, Op
 
-OPTION_TYPES = (float, int, bool, str)
+OPTION_TYPES = (float, int, bool, str, torch.dtype)
 
 
 signature_of = functools.cache(inspect.signature)
@@ -69,29 +71,28 @@ def check(op: Op[Any]) -> None:
 
 
 def check_gradient(op: Op[Any], backward: Op[Any]) -> None:
-    """The same for an op and the op of its gradient, once both are declared."""
-    gradient = op.gradient
-    assert gradient is not None
-    given = {*gradient.grads.values(), *gradient.takes}
-    named = [name for source in gradient.gives for name in gradient.names(source)]
-    faults = [
-        *_unknown("gradient.grads and gradient.takes", given, backward.tensors),
-        *_unknown("gradient.gives", named, (*backward.out, *gradient.grads.values())),
-        *_unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional]),
-        *(
-            f"gradient: {backward.name} needs {name}, which neither grads nor takes gives"
-            for name in backward.tensors
-            if name not in given and name not in backward.optional
-        ),
-    ]
+    """The same for an op and the op of a gradient of it, once both are declared."""
+    faults = [fault for one in op.gradients if one.op == backward.name for fault in _gradient_faults(one, backward)]
     if faults:
         raise _fault(op.name, faults)
+
+
+def _gradient_faults(gradient: Gradient, backward: Op[Any]) -> Iterator[str]:
+    given = {*gradient.grads.values(), *gradient.takes, *gradient.finds}
+    named = [name for source in gradient.gives for name in gradient.names(source)]
+    yield from _unknown("gradient.grads, gradient.takes and gradient.finds", given, backward.tensors)
+    yield from _unknown("gradient.gives", named, (*backward.out, *gradient.grads.values()))
+    yield from _unknown("gradient.coo", (*gradient.coo, *gradient.coo.values()), backward.out)
+    yield from _unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional])
+    for name in backward.tensors:
+        if name not in given and name not in backward.optional:
+            yield f"gradient: {backward.name} needs {name}, which neither grads, takes nor finds gives"
 
 
 def _faults(op: Op[Any]) -> Iterator[str]:
     for name, kind in op.option_types.items():
         if plain_type(kind)[0] not in OPTION_TYPES and typing.get_origin(kind) is not tuple:
-            yield f"option {name} is a {kind}; takes float, int, bool, str, one of these or None, or a tuple of bool"
+            yield f"option {name} is a {kind}; takes float, int, bool, str, dtype, any or None, or a tuple of bool"
     probes = op.probes
     yield from _unknown("probes.dims", probes.dims, op.tensors)
     yield from (f"probes.dims lacks {name}" for name in op.tensors if name not in probes.dims)
@@ -106,6 +107,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     )
     yield from _unknown("probes.values", probes.values, op.tensors)
     yield from _unknown("probes.dtypes", probes.dtypes, probes.values)
+    yield from _unknown("probes.by_option", probes.by_option, op.tensors)
     yield from _unknown("probes.tables", probes.tables, op.tensors)
     yield from _unknown("probes.long", probes.long, probes.sizes)
     yield from _unknown("probes.varied", {name for sizes in probes.varied for name in sizes}, probes.sizes)
@@ -114,11 +116,21 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     for name, saved in op.saved.items():
         known = (*op.tensors, *op.options, *op.out)
         yield from _unknown(f"saved {name}", signature_of(saved.define).parameters, known)
-    if op.gradient is not None:
-        yield from _unknown("gradient.grads", op.gradient.grads, op.out)
-        yield from _unknown("gradient.takes", op.gradient.takes.values(), (*op.tensors, *op.out, *op.saved))
-        yield from _unknown("gradient.gives", op.gradient.gives, op.tensors)
-        yield from _unknown("gradient.only", op.gradient.only.values(), op.optional)
+    for gradient in op.gradients:
+        made = (*op.tensors, *op.out, *op.saved)
+        yield from _unknown("gradient.grads", gradient.grads, op.out)
+        yield from _unknown("gradient.takes", gradient.takes.values(), made)
+        yield from _unknown("gradient.gives", gradient.gives, op.tensors)
+        yield from _unknown("gradient.only", gradient.only.values(), op.optional)
+        for name, found in gradient.finds.items():
+            known = (*made, *op.options)
+            yield from _unknown(f"gradient.finds {name}", signature_of(found.define).parameters, known)
+    yield from _unknown("gradient_if", op.gradient_if, [n for n, kind in op.option_types.items() if kind is bool])
+    yield from (
+        f"gradient_if: {name} gives gradients of other inputs than gradient does"
+        for name, gradient in op.gradient_if.items()
+        if op.gradient is None or set(gradient.gives) != set(op.gradient.gives)
+    )
 
 
 def _unknown(where: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:

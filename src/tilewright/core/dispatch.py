@@ -19,6 +19,7 @@ from tilewright.core.call import Call
 from tilewright.core.classes import call_class
 from tilewright.core.errors import InvalidArgument, NoKernel, Unsupported
 from tilewright.core.gradient import Backward, Frozen
+from tilewright.core.in_place import InPlace
 from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
@@ -82,6 +83,8 @@ def _plans_elsewhere(
     if any(t is not None and t.is_meta for t in tensors):
         facts_of(op, tensors, options, False, False)
         return lambda *tensors: through_node(op, tensors, tuple(options.values()), backend)
+    if isinstance(op, InPlace):
+        op.refuse_lazy(tensors)
     real = [t is not None and t.is_neg() for t in tensors]
     return lambda *tensors: op(
         *[t.resolve_neg() if lazy else t for t, lazy in zip(tensors, real, strict=True)], **options, backend=backend
@@ -114,7 +117,7 @@ def plan(
             break
     if op.check_values is not None and call.device.kind == "cpu":
         run = _looked_at(run, op, options)
-    if frozen[0].check(op.name) == "always" and candidate.backend != "reference" and _comparer and not capturing:
+    if frozen[0].check(call.op) == "always" and candidate.backend != "reference" and _comparer and not capturing:
         run = _compared(run, call)
     return run, chosen
 
@@ -130,7 +133,7 @@ def _select(
     pinned = backward is not None and backward.pinned is not None
     defaults = dict(registry.op(call.op).options)
     key = (
-        call_class(call, defaults), call.op, call.device, backend, now, metric, evidence.epoch[0],
+        call_class(call, defaults), call.form, bool(call.aliased), call.device, backend, now, metric, evidence.epoch[0],
         (wanted if pinned else (), tuple(f is not None and f.numel == 0 for f in call.tensors.values())),
     )  # fmt: skip
     found = _selected.get(key)
@@ -196,7 +199,12 @@ class _Apply(torch.autograd.Function):
 def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:
     # functorch was ruled out by the entry, so the Python wrapper of Function.apply has nothing to do
     apply = torch._C._FunctionBase.__dict__["apply"].__get__(None, _Apply)
-    return lambda *tensors: apply(backward, run, *tensors)
+
+    def ready(*tensors: Tensor | None) -> Any:
+        backward.refuse_waiting(tensors)
+        return apply(backward, run, *tensors)
+
+    return ready if backward.gradient.finds else lambda *tensors: apply(backward, run, *tensors)
 
 
 # Everything that is not plain eager.
@@ -235,6 +243,8 @@ def run_node(
     """The node on real tensors, below autograd."""
     chosen = normalise(op, [options[n] for n in op.options], backend)
     now = (policy.current(), torch.are_deterministic_algorithms_enabled())
+    if isinstance(op, InPlace):
+        op.refuse_lazy(tensors)
     tensors = [None if t is None else t.detach().resolve_neg() for t in tensors]
     try:
         memory = [
@@ -257,6 +267,10 @@ def run_node(
 _node_plans: dict[Any, Run] = {}
 
 
+def _asks_gradient(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
 def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options: Any) -> Selection:
     """How `op(*args, **options)` would be served: every kernel with its rank, evidence, times and reasons.
 
@@ -264,7 +278,7 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
     """
     op = getattr(op, "op", op)  # a function that calls an op names it so
     if isinstance(op, str):
-        op = registry.op(op)
+        op = registry.find(op)
     elif not isinstance(op, Op):
         known = ", ".join(o.name for o in registry.ops())
         raise InvalidArgument("explain", "op", f"{op!r} is no op", f"one of {known}")
@@ -272,11 +286,9 @@ def explain(op: Op[Any] | str, *args: Any, backend: str | None = None, **options
     bound.apply_defaults()
     tensors = [bound.arguments[n] for n in op.tensors]
     chosen = normalise(op, [bound.arguments[n] for n in op.options], backend)
-    saving = (
-        op.gradient is not None
-        and torch.is_grad_enabled()
-        and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    )
+    saving = op.gradient is not None and _asks_gradient(tensors)
+    if isinstance(op, InPlace) and _asks_gradient(tensors):
+        node.refuse_gradient(op)
     if saving:
         node.refuse_inputs(op, [t if isinstance(t, Tensor) else None for t in tensors])
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -107,7 +107,7 @@ def install(op: Op[Any]) -> None:
         raise TilewrightError(f"op {op.name}: {', '.join(taken)} is a name of the entry's own; choose another")
     shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
     first = _generated(op, scope, _FIRST.format(**_common(op), named="".join(f"{n}={n}, " for n in op.options)))
-    op.__class__ = type(op.name, (Op,), {"__call__": first, "__slots__": (), **shown})
+    op.__class__ = type(op.name, (type(op),), {"__call__": first, "__slots__": (), **shown})
     node.define(op, dispatch.run_node)
 
 

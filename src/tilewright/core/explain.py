@@ -10,7 +10,7 @@ def render(selection: Selection) -> str:
     inputs = [f for name, f in call.tensors.items() if f is not None and name not in call.outputs]
     mode = "captured or compiled" if selection.metric == "kernel_us" else "eager"
     gradient = "gradient" if call.saving else "no gradient"
-    lines = [f"{call.op}   {', '.join(str(f) for f in inputs)}      {call.device}      {mode}, {gradient}"]
+    lines = [f"{call.form}   {', '.join(str(f) for f in inputs)}      {call.device}      {mode}, {gradient}"]
     rows = [_row(candidate, candidate is selection.chosen) for candidate in selection.candidates]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:  # a column that is empty in every row takes no room

@@ -6,16 +6,19 @@ The backward op itself is an op like any other (`op.py`); how autograd gets here
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, cuda, sparse_coo_tensor
+from torch._guards import detect_fake_mode
+from torch.nn.functional import pad
 
-from tilewright.core import node, policy, registry, selection
+from tilewright.core import declaration, node, policy, registry, selection
 from tilewright.core.call import Call, TensorFacts
-from tilewright.core.op import Op
+from tilewright.core.errors import Unsupported
+from tilewright.core.op import Op, Saved
 from tilewright.core.policy import Policy
 
 Frozen = tuple[Policy, bool]
@@ -31,25 +34,37 @@ class Backward:
     def __init__(
         self, op: Op[Any], options: dict[str, Any], backend: str | None, frozen: Frozen, tensors: Sequence[Any]
     ) -> None:
-        gradient = op.gradient
+        gradient = op.gradient_of(options)
         assert gradient is not None
         self.op, self.gradient, self.backend, self.frozen = op, gradient, backend, frozen
         self.backward: Op[Any] = registry.op(gradient.op)
+        self.serve: Callable[..., Any] = self.backward
+        """What computes it in eager: the backward op, which chooses a kernel, or one that benchmarks have chosen."""
         self.outputs = len(op.out)
         names = [*op.tensors, *op.out, *op.saved]
         inputs = dict(zip(op.tensors, tensors, strict=True))
         self.takes = gradient.kept(lambda name: inputs[name] is not None)
-        self.keep = [names.index(name) for name in self.takes.values()]
-        # The backward op's tensors as indices into (upstream gradients, kept tensors, None).
+        more = (name for found in gradient.finds.values() for name in names_of(found) if name in names)
+        self.kept = list(dict.fromkeys([*self.takes.values(), *more]))
+        """Sources in the forward of what is kept for the gradient."""
+        self.keep = [names.index(name) for name in self.kept]
+        self.known = {n: value for n, value in options.items() if n not in names}
+        # The backward op's tensors as indices into (upstream gradients, kept tensors, what is found, None).
         upstream = {param: list(op.out).index(out) for out, param in gradient.grads.items()}
-        kept = {param: self.outputs + place for place, param in enumerate(self.takes)}
-        self.places = [{**upstream, **kept}.get(n, -1) for n in self.backward.tensors]
+        kept = {param: self.outputs + self.kept.index(source) for param, source in self.takes.items()}
+        found = {param: self.outputs + len(self.kept) + place for place, param in enumerate(gradient.finds)}
+        self.places = [{**upstream, **kept, **found}.get(n, -1) for n in self.backward.tensors]
         self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
         # Each input's gradient as an index into (results of the backward op, upstream gradients).
         self.made = len(self.backward.out)
         order = [*self.backward.out, *(gradient.grads.get(out, "") for out in op.out)]
         there = self._there(inputs, options)
         self.sources = [next((order.index(n) for n in gradient.names(name) if n in there), None) for name in op.tensors]
+        # Which results are rows of a sparse gradient: (of the values, of their row numbers, shape of the input).
+        self.sparse = [
+            (order.index(n), order.index(gradient.coo[n]), tuple(inputs[name].shape))
+            for name in op.tensors for n in gradient.names(name) if n in gradient.coo
+        ]  # fmt: skip
         now, name = frozen[0], self.backward.name
         asked = backend or (now.backend(name) if now.strict(name) else None)
         self.pinned = None if asked == "reference" else asked
@@ -84,24 +99,69 @@ class Backward:
         """Gradients of the op's tensors, None where not wanted."""
         if all(g is None for g in grads):
             return [None] * len(self.sources)
-        every = (*grads, *kept, None)
+        found, entries = self._find(kept)
+        every = (*grads, *kept, *found, None)
         tensors = [every[i] for i in self.places]
         options = dict(self.options)
-        found: Any
+        made: Any
         if self.backward.may_skip:
             options["needs"] = self.needs(wanted)
         if not any(self.needs(wanted)):
-            found = (None,) * self.made  # upstream gradients are all that is wanted
+            made = (None,) * self.made  # upstream gradients are all that is wanted
         elif by_node:
             with policy.restored(self.frozen[0]):
-                found = node.call(self.backward, tensors, options, self.backend)
+                made = node.call(self.backward, tensors, options, self.backend)
         else:
-            found = self.backward(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = (*((found,) if isinstance(found, Tensor) else found), *grads)
+            made = self.serve(*tensors, **options, backend=self.backend, _frozen=self.frozen)
+        results = [*((made,) if isinstance(made, Tensor) else made), *grads]
+        for values, rows, shape in self.sparse:
+            if results[values] is not None:
+                results[values] = sparse_coo_tensor(
+                    results[rows][None, :entries], results[values][:entries], shape, check_invariants=False,
+                    is_coalesced=False,
+                )  # fmt: skip
         return [
             results[source] if want and source is not None else None
             for source, want in zip(self.sources, wanted, strict=True)
         ]
+
+    def _find(self, kept: Sequence[Any]) -> tuple[list[Tensor | None], int]:
+        """The parameters of the backward op that depend on values, and how many entries of it they stand for. The host
+        waits for the device here.
+
+        They are lengthened to one of few sizes, a 64th more at the most: a plan serves a size, and there is hardly a
+        step that has that of another.
+        """
+        if not self.gradient.finds:
+            return [], 0
+        self.refuse_waiting(kept)
+        known = {**self.known, **dict(zip(self.kept, kept, strict=True))}
+        found = [one.define(**{n: known[n] for n in names_of(one)}) for one in self.gradient.finds.values()]
+        entries = next((len(one) for one in found if one is not None), 0)
+        step = max(1, 1 << entries.bit_length() >> 7)
+        more = -entries % step
+        return [one if one is None or not more else pad(one, (0, more)) for one in found], entries
+
+    def refuse_waiting(self, tensors: Sequence[Any]) -> None:
+        """Raise where the gradient has to wait for values, and cannot.
+
+        Raises:
+            Unsupported: a CUDA graph is being captured, or the tensors have no values.
+        """
+        if not self.gradient.finds:
+            return
+        given = [t for t in tensors if t is not None]
+        if any(t.is_cuda for t in given) and cuda.is_current_stream_capturing():
+            where = "a CUDA graph that is being captured"
+        elif any(t.is_meta for t in given) or detect_fake_mode(given) is not None:
+            where = "tensors without values (torch.compile, export, fake or meta tensors)"
+        else:
+            return
+        chosen = next((name for name, one in self.op.gradient_if.items() if one is self.gradient), "")
+        raise Unsupported(
+            f"{self.op.name}{f'({chosen}=True)' if chosen else ''}: the size of its gradient depends on values, for "
+            f"which the host waits: no rule for {where}; call it outside" + f", or with {chosen}=False" * bool(chosen)
+        )
 
     def refusal(self, call: Call, wanted: tuple[bool, ...] = ()) -> str:
         """Why the gradient of `call` cannot be had from the backend that is pinned or strictly preferred; "" where it
@@ -125,6 +185,7 @@ class Backward:
         """
         takes, backward = self.takes, self.backward
         kept = {param: _named(param, call.tensors.get(source)) for param, source in takes.items()}
+        kept |= self._most_found(kept, call)
         upstream = {param: _named(param, call.tensors.get(out)) for out, param in self.gradient.grads.items()}
         alone = [param for param in upstream if backward.optional.issuperset(upstream.keys() - {param})]
         given = [upstream, *({param: upstream[param]} for param in alone if len(upstream) > 1)]
@@ -139,6 +200,15 @@ class Backward:
                 options["needs"] = needs
             tensors = {n: {**kept, **grads}.get(n) for n in backward.tensors}
             yield backward.call(tensors, options, call.device, deterministic=call.deterministic)
+
+    def _most_found(self, kept: Mapping[str, Any], call: Call) -> dict[str, TensorFacts | None]:
+        specs = {param: found.rule(kept, call.options) for param, found in self.gradient.finds.items()}
+        return {param: None if spec is None else TensorFacts.dense(param, *spec) for param, spec in specs.items()}
+
+
+def names_of(found: Saved) -> list[str]:
+    """What its definition reads."""
+    return list(declaration.signature_of(found.define).parameters)
 
 
 def _named(name: str, facts: TensorFacts | None) -> TensorFacts | None:

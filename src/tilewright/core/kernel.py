@@ -38,7 +38,7 @@ class Kernel:
     capability: Capability = Capability()
     configs: Configs = (Config(),)
     files: tuple[str, ...] = ()
-    """Other files that belong to its source (`*.cu`), beside the module."""
+    """Other files that belong to its source, beside the module: `*.cu`, and modules that it does not import itself."""
     label: str = ""
     origin: str = "tilewright"
     preference: int | None = None
@@ -55,16 +55,23 @@ class Kernel:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the module's source, of what it imports from its own package's families, and of `files`."""
-        module = self.source.split(":")[0]
+        """Digest of the module's source, of `files`, and of what these import from their own package's families."""
         text = hashlib.sha256(self.source.encode())
-        for path in _sources(module):
+        for path in self.sources():
             text.update(path.read_bytes())
-        folder = _path(module)
-        for name in self.files:
-            if folder is not None:
-                text.update((folder.parent / name).read_bytes())
         return text.hexdigest()[:16]
+
+    def sources(self) -> tuple[Path, ...]:
+        """The files that the digest is of."""
+        module = self.source.split(":")[0]
+        found, place = list(_sources(module)), _path(module)
+        if place is not None:
+            package = module.rpartition(".")[0]
+            found += [place.parent / name for name in self.files]
+            for name in self.files:
+                if name.endswith(".py"):
+                    found += [p for p in _sources(f"{package}.{name[:-3]}") if p not in found]
+        return tuple(found)
 
     @property
     def name(self) -> str:

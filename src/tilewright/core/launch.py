@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,10 @@ class Scratch:
     dtype: torch.dtype = torch.float32
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def facts(self) -> TensorFacts:
         return TensorFacts.dense(self.name, self.shape, self.dtype)
 
@@ -88,6 +93,8 @@ class Launch:
     pdl: bool = False
     """Programmatic dependent launch, on Hopper and later: it may start while the launch before it still runs, and its
     kernel says itself where it waits (`griddepcontrol.wait`), before it touches memory."""
+    workspace: Scratch | None = None
+    """Memory that compiled code uses for itself (Triton: descriptors of tensors, 128 bytes each in every program)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +123,7 @@ def scratches(launches: Sequence[Stage]) -> list[Scratch]:
     """The scratch that `launches` share, in the order in which they first name it: buffers follow `call.tensors`."""
     found: dict[str, Scratch] = {}
     for launch in launches:
-        for value in launch.args.values():
+        for value in (*launch.args.values(), getattr(launch, "workspace", None)):
             if isinstance(value, Scratch) and found.setdefault(value.name, value) != value:
-                raise ValueError(f"scratch {value.name!r} is named twice, as {found[value.name]} and as {value}")
+                raise ValueError(f"scratch {value.name!r} is named twice, as {found[value.name]} and {value}")
     return list(found.values())

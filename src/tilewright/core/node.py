@@ -3,6 +3,9 @@
 Each op has a node that returns its outputs and, if it has a gradient, a second one, `<op>_saving`, that also returns
 what forward saves. Nodes select at run time on real tensors; on fakes only the op's output rule runs. Gradients sit
 on the Autograd key, so that exported graphs differentiate.
+
+An in-place form has a node that says in its schema what it overwrites, `Tensor(a!)`, and returns its other outputs
+alone. Where calls differ in what they overwrite, each way is an overload, named by that input.
 """
 
 from __future__ import annotations
@@ -15,16 +18,21 @@ import torch
 from tilewright.core import registry
 from tilewright.core.declaration import plain_type
 from tilewright.core.errors import InvalidArgument, NoGradient
+from tilewright.core.in_place import InPlace, Targets
 from tilewright.core.op import Op
 
 NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
 
 _library = torch.library.Library("tilewright", "DEF")
-_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
+_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
 def define(op: Op[Any], run: NodeRun) -> None:
     """Register the op's nodes: schema, implementation, fake, gradient."""
+    if isinstance(op, InPlace):
+        for into in op.every_target():
+            _define_in_place(op, run, into)
+        return
     _define(op, run, saving=False)
     if op.gradient is not None:
         _define(op, run, saving=True)
@@ -33,8 +41,6 @@ def define(op: Op[Any], run: NodeRun) -> None:
 
 def schema(op: Op[Any], saving: bool) -> str:
     """The node's schema. An op that may skip outputs, or save less, returns a list of those it has."""
-    tensors = [f"Tensor? {n}" if n in op.optional else f"Tensor {n}" for n in op.tensors]
-    options = [f"{_option(op.option_types[n])} {n}" for n in op.options]
     returns = (
         "Tensor[]"
         if _listed(op, saving)
@@ -42,8 +48,26 @@ def schema(op: Op[Any], saving: bool) -> str:
         if op.single and not saving
         else ("(" + ", ".join(["Tensor"] * (len(op.out) + len(op.saved) * saving)) + ")")
     )
-    name = op.name + "_saving" * saving
-    return f"{name}({', '.join([*tensors, '*', *options, 'str? backend=None'])}) -> {returns}"
+    return f"{op.name + '_saving' * saving}({_arguments(op)}) -> {returns}"
+
+
+def in_place_schema(op: InPlace[Any], into: Targets) -> str:
+    """The schema of an in-place form where calls overwrite `into`. Aliases cannot be among the results."""
+    fresh = ["Tensor"] * (len(op.out) - len(into))
+    returns = "Tensor" if len(fresh) == 1 else f"({', '.join(fresh)})"
+    return f"{_place(op, into)}({_arguments(op, list(into.values()))}) -> {returns}"
+
+
+def _place(op: InPlace[Any], into: Targets) -> str:
+    """The node of a form, and the overload where it has several."""
+    return op.name if len(op.every_target()) == 1 else f"{op.name}.{'_'.join(into.values())}"
+
+
+def _arguments(op: Op[Any], written: Sequence[str] = ()) -> str:
+    kinds = {n: f"Tensor({chr(97 + written.index(n))}!)" if n in written else "Tensor" for n in op.tensors}
+    tensors = [f"{kinds[n]}? {n}" if n in op.optional else f"{kinds[n]} {n}" for n in op.tensors]
+    options = [f"{_option(op.option_types[n])} {n}" for n in op.options]
+    return ", ".join([*tensors, "*", *options, "str? backend=None"])
 
 
 def _option(kind: Any) -> str:
@@ -77,8 +101,83 @@ def unpack(op: Op[Any], found: Any, tensors: Sequence[Any], options: Mapping[str
 
 def call(op: Op[Any], tensors: Sequence[Any], options: Mapping[str, Any], backend: str | None) -> Any:
     """Call the op's node and put its outputs into the op's own form."""
+    if isinstance(op, InPlace):
+        return _call_in_place(op, tensors, options, backend)
     found = getattr(torch.ops.tilewright, op.name)(*tensors, **plain(options), backend=backend)
     return unpack(op, found, tensors, options)
+
+
+def _call_in_place(op: InPlace[Any], tensors: Sequence[Any], options: Mapping[str, Any], backend: str | None) -> Any:
+    given = dict(zip(op.tensors, tensors, strict=True))
+    into = op.targets(given)
+    name, _, overload = _place(op, into).partition(".")
+    found = getattr(getattr(torch.ops.tilewright, name), overload or "default")(
+        *tensors, **plain(options), backend=backend
+    )
+    fresh = iter((found,) if isinstance(found, torch.Tensor) else found or ())
+    results = tuple(given[into[output]] if output in into else next(fresh) for output in op.out)
+    return results[0] if op.single else results
+
+
+def _define_in_place(op: InPlace[Any], run: NodeRun, into: Targets) -> None:
+    name = _place(op, into)
+    fresh = [place for place, output in enumerate(op.out) if output not in into]
+    written = [op.tensors.index(tensor) for tensor in into.values()]
+    _library.define(in_place_schema(op, into))
+
+    def results(found: Sequence[Any]) -> Any:
+        kept = [found[place] for place in fresh]
+        return kept[0] if len(kept) == 1 else tuple(kept) or None
+
+    def implementation(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        inputs = _padded(op, tensors)
+        if op.targets(dict(zip(op.tensors, inputs, strict=True))) != into:
+            absent = next(iter(into.values()))
+            raise op.refuse(absent, f"this overload, {name}, does not overwrite what is given", f"call {op.name}")
+        return results(run(op, inputs, options, backend, False))
+
+    def fake(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        return results(_fakes(op, _padded(op, tensors), options, False))
+
+    def changed(keys: Any, *tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        """Count what is overwritten as changed, as autograd does for functions of torch."""
+        inputs = _padded(op, tensors)
+        torch._C._increment_version([inputs[place] for place in written if inputs[place] is not None])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return node.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *inputs, **options, backend=backend)
+
+    def autograd(keys: Any, *tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        inputs = _padded(op, tensors)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            refuse_gradient(op)
+        with torch._C._AutoDispatchBelowAutograd():
+            return node.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **options, backend=backend)
+
+    def resolved(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
+        """Torch's own fallback for lazily negated tensors wants what is overwritten returned."""
+        op.refuse_lazy(_padded(op, tensors))
+        return node(*[None if t is None else t.resolve_neg() for t in tensors], **options, backend=backend)
+
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, fake, "Meta")
+    _library.impl(name, resolved, "Negative")
+    _library.impl(name, changed, "ADInplaceOrView", with_keyset=True)
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    packet, _, overload = name.partition(".")
+    node = getattr(getattr(torch.ops.tilewright, packet), overload or "default")
+
+
+def _fakes(op: Op[Any], tensors: Sequence[Any], options: Mapping[str, Any], saving: bool) -> list[Any]:
+    """Outputs by the output rule alone, then what is saved."""
+    inputs = dict(zip(op.tensors, tensors, strict=True))
+    like = next(t for t in inputs.values() if t is not None)
+    for argument, t in inputs.items():
+        if t is not None and t.device != like.device:  # one meta tensor is enough to be called here
+            raise InvalidArgument(
+                op.name, argument, f"on {t.device}, other tensors on {like.device}", "move it there first"
+            )
+    specs = op.out_specs(inputs, options, saving)
+    return [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()]
 
 
 def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
@@ -91,15 +190,7 @@ def _define(op: Op[Any], run: NodeRun, saving: bool) -> None:
         return pack(op, results, saving)
 
     def fake(*tensors: Any, backend: str | None = None, **options: Any) -> Any:
-        inputs = dict(zip(op.tensors, _padded(op, tensors), strict=True))
-        like = next(t for t in inputs.values() if t is not None)
-        for argument, t in inputs.items():
-            if t is not None and t.device != like.device:  # one meta tensor is enough to be called here
-                raise InvalidArgument(
-                    op.name, argument, f"on {t.device}, other tensors on {like.device}", "move it there first"
-                )
-        specs = op.out_specs(inputs, options, saving)
-        return pack(op, [None if s is None else like.new_empty(s[0], dtype=s[1]) for s in specs.values()], saving)
+        return pack(op, _fakes(op, _padded(op, tensors), options, saving), saving)
 
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     _library.impl(name, fake, "Meta")  # register_fake looks up source lines, which costs half a millisecond an op
@@ -117,13 +208,14 @@ class _NodeApply(torch.autograd.Function):
         from tilewright.core import policy
         from tilewright.core.gradient import Backward
 
+        frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
+        ctx.plan = Backward(op, options, backend, frozen, tensors)
+        ctx.plan.refuse_waiting(tensors)
         saving = getattr(torch.ops.tilewright, op.name + "_saving")
         with torch._C._AutoDispatchBelowAutograd():
             found = saving(*tensors, **options, backend=backend)
         found = unpack(op, found, tensors, options, True)
         results = (found,) if isinstance(found, torch.Tensor) else found  # one output, and nothing saved
-        frozen = (policy.current(), torch.are_deterministic_algorithms_enabled())
-        ctx.plan = Backward(op, options, backend, frozen, tensors)
         every = (*tensors, *results)
         ctx.save_for_backward(*[every[i] for i in ctx.plan.keep])
         ctx.set_materialize_grads(False)
@@ -158,6 +250,8 @@ def refuse_gradient(op: Op[Any]) -> NoReturn:
     """Raise what an op without a gradient says."""
     if registry.served_by(op.name):
         raise NoGradient(f"{op.name} has no gradient: double backward (create_graph=True) is not supported")
+    if op.functional is not op:
+        raise NoGradient(f"{op.name} has no gradient: use {op.functional.name}, or call it under torch.no_grad()")
     raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")
 
 

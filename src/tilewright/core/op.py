@@ -65,6 +65,13 @@ class Gradient:
     `gives` may name a parameter of `grads`: the upstream gradient itself is the input's, and nothing is computed. Of
     several names the first that such a call has counts. `only` names, for a parameter of `takes`, the input without
     which it is not kept.
+
+    `coo` maps outputs that hold rows of an input's gradient, one an entry, to the outputs that hold which row each is:
+    the gradient is then a sparse tensor of the input's shape, uncoalesced. `finds` are vectors of a number an entry, as
+    many as values decide: torch finds them when the gradient is computed, from what their definitions name of the
+    forward; the rule, on the backward op's tensors, says how many there may be. The host waits for that, so such a
+    gradient is refused in the capture of a CUDA graph and where tensors have no values (torch.compile). The op may be
+    given a few zeros more, whose entries are cut off.
     """
 
     op: str
@@ -72,6 +79,8 @@ class Gradient:
     takes: Mapping[str, str]
     gives: Mapping[str, str | tuple[str, ...]]
     only: Mapping[str, str] = field(default_factory=dict)
+    finds: Mapping[str, Saved] = field(default_factory=dict)
+    coo: Mapping[str, str] = field(default_factory=dict)
 
     def names(self, input: str) -> tuple[str, ...]:
         """What may be the gradient of `input`, in order."""
@@ -85,6 +94,11 @@ class Gradient:
     def asked(self, absent: Collection[str]) -> set[str]:
         """Outputs of the backward op that are wanted where every input that is there wants its gradient."""
         return {name for n in self.gives if n not in absent for name in self.names(n)}
+
+    def parameters(self, given: Callable[[str], bool]) -> set[str]:
+        """Parameters of the backward op that a call with the inputs that are `given` fills."""
+        kept = (param for param, source in self.kept(given).items() if given(source))
+        return {*self.grads.values(), *kept, *self.finds}
 
 
 @dataclass(eq=False, repr=False)
@@ -111,11 +125,15 @@ class Op(Generic[R]):
     workloads: Sequence[Workload] = ()
     saved: Mapping[str, Saved] = field(default_factory=dict)
     gradient: Gradient | None = None
+    gradient_if: Mapping[str, Gradient] = field(default_factory=dict)
+    """By a boolean option: the gradient, of the same inputs, of calls where it is true."""
     rounding: str = "once, at the output"
     check_values: Callable[[Mapping[str, torch.Tensor | None], Mapping[str, Any]], None] | None = None
     """What the contract refuses in the values of (tensors, options). Only asked on a CPU: elsewhere it would wait."""
     scatters: bool = False
     """Whether the definition adds at indices. What torch compiles from that adds in any order: not deterministic."""
+    into: Mapping[str, tuple[str, ...]] = field(init=False, default_factory=dict)
+    """By output, the inputs that the in-place form overwrites with it: see `in_place.py`."""
     tensors: tuple[str, ...] = field(init=False)
     optional: frozenset[str] = field(init=False)
     options: Mapping[str, Any] = field(init=False)
@@ -143,6 +161,22 @@ class Op(Generic[R]):
         raise RuntimeError(f"{self.name} was declared but not registered")
 
     @property
+    def functional(self) -> Op[R]:
+        """The op itself; of an in-place form the op that it is a form of."""
+        return self
+
+    @property
+    def in_place(self) -> Op[R]:
+        """The in-place form, `<op>_`.
+
+        Raises:
+            UnknownName: it has none.
+        """
+        from tilewright.core import registry
+
+        return registry.form_of(self.name)
+
+    @property
     def single(self) -> bool:
         """Whether it returns one tensor and not a tuple."""
         return len(self.out) == 1 and not self.may_skip
@@ -156,6 +190,15 @@ class Op(Generic[R]):
     def may_skip(self) -> bool:
         """Whether some outputs may be None: it then takes `needs`."""
         return "needs" in self.options
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Every gradient that calls may have, the usual one first."""
+        return (() if self.gradient is None else (self.gradient,)) + tuple(self.gradient_if.values())
+
+    def gradient_of(self, options: Mapping[str, Any]) -> Gradient | None:
+        """The gradient of calls with these options."""
+        return next((one for name, one in self.gradient_if.items() if options[name]), self.gradient)
 
     def define(self, tensors: Mapping[str, torch.Tensor | None], options: Mapping[str, Any], saving: bool) -> list[Any]:
         """Run the definition: outputs in order (None where not produced), then saved statistics if `saving`."""
@@ -214,7 +257,7 @@ class Op(Generic[R]):
 def _by_name(name: str) -> Op[Any]:
     from tilewright.core import registry
 
-    return registry.op(name)
+    return registry.find(name)
 
 
 def _public_signature(reference: Callable[..., Any]) -> inspect.Signature:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from tilewright.core import registry
 from tilewright.core.backend import Backend, Buffers
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.in_place import overwriting
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config, Launch, Scratch, Stage, TorchStep, scratches, stages_of
 from tilewright.core.op import Op
@@ -30,6 +32,11 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
 
     `poison`: fill outputs and scratch with NaN first, so that what is not written shows (checks ask for it).
     """
+    run = _bound(kernel, config, call, poison)
+    return overwriting(run, call) if call.into else run
+
+
+def _bound(kernel: Kernel, config: Config, call: Call, poison: bool) -> Run:
     op = registry.op(call.op)
     empty = not call.outputs or any(f is not None and f.numel == 0 for f in call.tensors.values())
     if kernel.backend == "reference" or empty:
@@ -42,11 +49,15 @@ def bind(kernel: Kernel, config: Config, call: Call, *, poison: bool = False) ->
     inputs = [n for n in call.tensors if n in op.tensors]
     results = [n for n in call.tensors if n not in op.tensors and (call.saving or n in op.out)]
     allocate = [_allocator(call.tensors[n], call) for n in results]
+    if poison:
+        allocate = [_poisoned(a) for a in allocate]
+    for output, name in call.aliased.items():
+        allocate[results.index(output)] = itemgetter(inputs.index(name))
     # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
     padding = (None,) * (len(call.tensors) - len(inputs) - len(results))
     extra = [_allocator(s.facts, call) for s in scratches(stages)]
     if poison:
-        allocate, extra = [_poisoned(a) for a in allocate], [_poisoned(a) for a in extra]
+        extra = [_poisoned(a) for a in extra]
     first, second = allocate[0], allocate[1] if len(allocate) > 1 else allocate[0]
 
     def run(*tensors: Tensor | None) -> list[Any]:

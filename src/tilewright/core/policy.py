@@ -76,9 +76,9 @@ def _rule(
         raise InvalidArgument(source, "ops", f"the string {ops!r}", f"a list: [{ops!r}]")
     if ops is None:
         return Rule(backend, None, check, strict)  # type: ignore[arg-type]  # checked above
-    chosen = [o if isinstance(o, Op) else registry.op(o) for o in ops]
-    # a rule for an op speaks of its backward too
-    names = {o.name for o in chosen} | {o.gradient.op for o in chosen if o.gradient is not None}
+    chosen = [(o if isinstance(o, Op) else registry.find(o)).functional for o in ops]
+    # a rule for an op speaks of its in-place form and its backward too
+    names = {o.name for o in chosen} | {gradient.op for o in chosen for gradient in o.gradients}
     return Rule(backend, frozenset(names), check, strict)  # type: ignore[arg-type]
 
 

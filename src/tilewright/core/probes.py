@@ -29,12 +29,14 @@ class Probes:
 
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
     twice as many, a number is itself, any other word a size that `sizes` names, with its usual value; "" is one number.
+    "M*L" is one dimension of up to M times L, as many as `derive` finds: a vector along rows, as "M" alone is.
     A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
     makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
-    fills in tensors that depend on others (what forward saved). `tables` names tensors of rows whose leading size is
-    one of `sizes`; `long` names sizes that are numbers of rows, which checks cut to what fits.
+    fills in tensors that depend on others (what forward saved). `by_option` names tensors of numbers whose dtype an
+    option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
+    `long` names sizes that are numbers of rows, which checks cut to what fits.
     `varied` are sets of named sizes worth telling apart from the usual ones (head dimensions, heads in groups).
     `flat`: M is exactly one dimension, whatever leading shape is asked for. `small` makes an extent that a check can
     bear of one that it cannot, where the work is more than the memory of the tensors (attention).
@@ -47,6 +49,7 @@ class Probes:
     sizes: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
+    by_option: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
@@ -69,8 +72,8 @@ class Probes:
         """The shape of tensor `name`, in its usual form or in another."""
         found: list[int] = []
         for word in (self.forms(name)[0] if form is None else form).split():
-            lead = (math.prod(extent.lead),) if self.flat else extent.lead
-            found += lead if word == "M" else (self._size(word, extent),)
+            factors = [math.prod(extent.lead) if f == "M" else self._size(f, extent) for f in word.split("*")]
+            found += extent.lead if word == "M" and not self.flat else (math.prod(factors),)
         return tuple(found)
 
     def unusual(self, shapes: Mapping[str, Shape | None]) -> dict[str, str]:
@@ -112,6 +115,10 @@ class Probes:
         """`extent`, or a smaller one of its kind where the op says that checks need one."""
         return extent if self.small is None else self.small(extent)
 
+    def is_vector(self, name: str) -> bool:
+        """Whether it is a vector along rows, which has no columns: its length is a number of rows."""
+        return self.dims.get(name) == "M" or "*" in self.dims.get(name, "")
+
     def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
         """`sizes` with no more than `most` rows in any table."""
         return {name: min(size, most) if name in self.long else size for name, size in sizes.items()}
@@ -126,6 +133,7 @@ class Probes:
         for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
                 known = word in ("C", *self.sizes) or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
+                known = known or ("*" in word and all(factor in ("M", *self.sizes) for factor in word.split("*")))
                 if not known and (word != "M" or place):
                     names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')
@@ -139,8 +147,8 @@ class Probes:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Workload:
-    """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes
-    and options where they differ from the usual."""
+    """A named set of inputs from a real model: leading rows and columns, the usual dtype, and the op's named sizes,
+    options and makers of `Probes.values` where they differ from the usual."""
 
     name: str
     rows: int
@@ -148,6 +156,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     sizes: Shape = ()
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    values: Mapping[str, Maker] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> Shape:

@@ -25,6 +25,8 @@ from tilewright.core.op import Op
 ENTRY_POINTS = "tilewright.kernels"
 
 _ops: dict[str, Op[Any]] = {}
+_forms: dict[str, Op[Any]] = {}
+"""In-place forms, by the names of their ops."""
 _kernels: dict[str, list[Kernel]] = {}
 _backends: dict[str, str] = {}
 _listeners: list[Callable[[], None]] = []
@@ -49,12 +51,13 @@ load_failures: list[LoadFailure] = []
 
 def check_op(op: Op[Any]) -> None:
     """Raises `TilewrightError` where the op cannot be added to those that are declared."""
-    if op.name in _ops:
+    if op.name in _ops or op.name in [form.name for form in _forms.values()]:
         raise TilewrightError(f"op {op.name!r} is declared twice")
     known = {**_ops, op.name: op}
     for one in known.values():
-        if one.gradient is not None and one.gradient.op in known and op.name in (one.name, one.gradient.op):
-            declaration.check_gradient(one, known[one.gradient.op])
+        for gradient in one.gradients:
+            if gradient.op in known and op.name in (one.name, gradient.op):
+                declaration.check_gradient(one, known[gradient.op])
 
 
 def add_op(op: Op[Any]) -> None:
@@ -63,9 +66,46 @@ def add_op(op: Op[Any]) -> None:
         _ops[op.name] = op
         _kernels[op.name] = [
             # both run the definition, so their digest is that of the module where it stands
-            Kernel(op.name, name, f"{op.reference.__module__}:{op.name}", Capability(deterministic=same_bits))
+            Kernel(
+                op.name,
+                name,
+                f"{op.reference.__module__}:{op.name}",
+                Capability(deterministic=same_bits, in_place=True),
+            )
             for name, same_bits in (("reference", True), ("inductor", not op.scatters))
         ]
+
+
+def check_form(form: Op[Any]) -> None:
+    """Raises `TilewrightError` where the in-place form cannot be added."""
+    if form.functional.name in _forms or form.name in _ops:
+        raise TilewrightError(f"op {form.name!r} is declared twice")
+
+
+def add_form(form: Op[Any]) -> None:
+    with _lock:
+        check_form(form)
+        _forms[form.functional.name] = form
+
+
+def form_of(name: str) -> Op[Any]:
+    """The in-place form of the op of this name."""
+    if name not in _forms:
+        raise UnknownName("in-place form of", name, sorted(_forms))
+    return _forms[name]
+
+
+def forms() -> list[Op[Any]]:
+    """Every in-place form, those of plug-ins included."""
+    _load_plugins()
+    return list(_forms.values())
+
+
+def find(name: str) -> Op[Any]:
+    """An op or, by its own name, an in-place form."""
+    if name not in _ops:
+        _load_plugins()
+    return next((form for form in _forms.values() if form.name == name), None) or op(name)
 
 
 def add_kernels(kernels: Iterable[Kernel]) -> None:
@@ -130,8 +170,8 @@ def ops() -> list[Op[Any]]:
 
 
 def served_by(gradient: str) -> list[Op[Any]]:
-    """The ops that name `gradient` as their gradient; none for an op that is not one."""
-    return [o for o in list(_ops.values()) if o.gradient is not None and o.gradient.op == gradient]
+    """The ops that name `gradient` as a gradient of theirs; none for an op that is not one."""
+    return [o for o in list(_ops.values()) if any(one.op == gradient for one in o.gradients)]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:

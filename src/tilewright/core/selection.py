@@ -88,7 +88,7 @@ def weigh(
         candidates.append(candidate)
     candidates.sort(key=lambda c: _order(c, metric))
     chosen, why = _choose(candidates, backend, wanted, metric)
-    notes = [note for note in (times.stale(call.op, cls, call.device), *_load_failures()) if note]
+    notes = [note for note in (times.stale(call.op, cls, call.device), *_copies(call), *_load_failures()) if note]
     return Selection(call, cls, layout, candidates, chosen, why, notes, metric, epoch)
 
 
@@ -133,6 +133,14 @@ def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) ->
 def _empty(call: Call) -> bool:
     """No kernel is launched for these: whichever is chosen, `plan.bind` runs the definition."""
     return any(facts is not None and facts.numel == 0 for facts in call.tensors.values())
+
+
+def _copies(call: Call) -> list[str]:
+    """Of an in-place call that kernels cannot write where it goes."""
+    copied = ", ".join(f"{output} is copied to {name}" for output, name in call.into.items())
+    return [
+        f"{name} is not contiguous at a multiple of 16 bytes, as kernels write: {copied}" for name in call.misplaced[:1]
+    ]
 
 
 def _load_failures() -> list[str]:
@@ -206,8 +214,8 @@ def _prove(selection: Selection, chosen: Candidate, capturing: bool) -> None:
     assert config is not None
     if capturing:
         raise NotWarm(
-            f"{call.op}: {kernel.backend} is not warm for {selection.call_class}: run this call once before capturing "
-            "the CUDA graph"
+            f"{call.form}: {kernel.backend} is not warm for {selection.call_class}: run this call once before "
+            "capturing the CUDA graph"
         )
     with guarded(kernel, config, call) as failed:
         verdict = evidence.prove(kernel, config, call)
@@ -255,10 +263,10 @@ def _tell(selection: Selection, wanted: str | None) -> None:
     assert chosen is not None
     subject, told = "", selection.candidates
     if wanted and chosen.backend != wanted:
-        subject = f"{call.op}: preferred backend {wanted} does not take this call"
+        subject = f"{call.form}: preferred backend {wanted} does not take this call"
         told = [c for c in told if c.backend == wanted]  # its own reasons are what the caller can act on
     elif call.device.is_gpu and chosen.backend == "reference" and wanted != "reference":
-        subject = f"{call.op}: the reference serves a GPU call"
+        subject = f"{call.form}: the reference serves a GPU call"
     if subject and (subject, selection.call_class) not in _told:
         _told.add((subject, selection.call_class))
         reasons = (
@@ -269,7 +277,7 @@ def _tell(selection: Selection, wanted: str | None) -> None:
 
 def refusal(selection: Selection, wanted: str) -> str:
     """The message of `NoKernel`: every reason of the wanted backend, then a line on the others."""
-    lines = [f'{selection.call.op}(backend="{wanted}") cannot take this call']
+    lines = [f'{selection.call.form}(backend="{wanted}") cannot take this call']
     mine = [c for c in selection.candidates if c.backend == wanted]
     lines += [f"  {reason}" for c in mine for reason in c.reasons]
     if not mine:

@@ -10,7 +10,16 @@ import torch
 from tilewright.core.call import TensorFacts
 from tilewright.core.launch import Argument
 
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+FULL_RANGE_DIVISION = ("--prec-div=false",)
+"""For the CUDA compiler: quotients within 2 ulp, of any operands, as Triton's are; a correct rounding costs as much as
+the rest of an activation."""
 
 
 def layout_of(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:
@@ -27,9 +36,16 @@ def strides_of(name: str, facts: TensorFacts | None, layout: str | None, vec: in
     vector [C] serves every row."""
     if facts is None or layout is None:
         return {}
-    unit = vec if layout.endswith("v") else 1
+    found = row_places(name, facts, vec if layout.endswith("v") else 1)
+    if len(facts.shape) == 1:
+        found |= {f"{name}_inner": 1, f"{name}_outer": 0, f"{name}_stride": 0}
+    return found
+
+
+def row_places(name: str, facts: TensorFacts, unit: int) -> dict[str, Argument]:
+    """Inner count, outer and inner stride of the rows in `unit` elements, and the column stride in elements."""
     levels = facts.row_levels
-    inner, stride = levels[-1] if len(facts.shape) > 1 else (1, 0)
+    inner, stride = levels[-1]
     return {
         f"{name}_inner": inner,
         f"{name}_outer": (levels[0][1] if len(levels) == 2 else 0) // unit,

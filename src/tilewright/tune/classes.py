@@ -85,11 +85,9 @@ def variant(call: Call) -> str:
 
 def _as_gradient(op: Op[Any], forward: Op[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """How the backward op is called when every tensor of `forward` needs its gradient."""
-    gradient = forward.gradient
-    assert gradient is not None
+    gradient = next(one for one in forward.gradients if one.op == op.name)
     missing = set(forward.probes.absent[0])
-    kept = gradient.kept(lambda name: name not in missing)
-    given = {*gradient.grads.values(), *(param for param, source in kept.items() if source not in missing)}
+    given = gradient.parameters(lambda name: name not in missing)
     options = {name: forward.usual.get(name, default) for name, default in op.usual.items()}
     if op.may_skip:
         wanted = gradient.asked(missing)

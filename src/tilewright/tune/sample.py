@@ -42,7 +42,11 @@ def inputs_of(call: Call, seed: int) -> list[Tensor | None]:
 
 def _laid_out(tensor: Tensor | None, facts: TensorFacts | None) -> Tensor | None:
     """The tensor's values with the strides and the alignment that `facts` state."""
-    if tensor is None or facts is None or (facts.contiguous and facts.align >= 16):
+    if tensor is None or facts is None:
+        return tensor
+    if tensor.dim() == len(facts.shape) == 1 and tensor.numel() not in (0, facts.numel):  # as many as there were
+        tensor = tensor.repeat(-(-facts.numel // tensor.numel()))[: facts.numel]
+    if facts.contiguous and facts.align >= 16:
         return tensor
     length = 1 + sum((n - 1) * s for n, s in zip(facts.shape, facts.stride, strict=True)) if facts.numel else 0
     offset = facts.align // facts.dtype.itemsize if facts.align < 16 else 0

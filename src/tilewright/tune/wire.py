@@ -39,10 +39,11 @@ def call_to_json(call: Call) -> Json:
         "op": call.op,
         "device": dataclasses.asdict(call.device),
         "tensors": {name: None if facts is None else _tensor_to_json(facts) for name, facts in call.tensors.items()},
-        "options": {name: list(v) if isinstance(v, tuple) else v for name, v in call.options.items()},
+        "options": {name: _option_to_json(value) for name, value in call.options.items()},
         "saving": call.saving,
         "deterministic": call.deterministic,
         "outputs": list(call.outputs),
+        "into": dict(call.into),
     }
 
 
@@ -51,11 +52,24 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
         data["op"],
         Device(**data["device"]),
         {name: None if t is None else _tensor_from_json(name, t) for name, t in data["tensors"].items()},
-        {name: tuple(v) if isinstance(v, list) else v for name, v in data["options"].items()},
+        {name: _option_from_json(value) for name, value in data["options"].items()},
         data["saving"],
         data["deterministic"],
         tuple(data["outputs"]),
+        data["into"],
     )
+
+
+def _option_to_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_to_json(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _option_from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dtype_from_json(value["dtype"])
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tensor_to_json(facts: TensorFacts) -> Json:

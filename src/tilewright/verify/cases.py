@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts, contiguous_strides
 from tilewright.core.op import Op
-from tilewright.core.probes import Extent
+from tilewright.core.probes import Extent, Maker
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALVES)
@@ -78,8 +78,10 @@ def make_inputs(
     layouts: Mapping[str, str] | None = None,
     values: str = "normal",
     forms: Mapping[str, str] | None = None,
+    makers: Mapping[str, Maker] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances."""
+    """Seeded inputs of `op`, as large as `size` says: a shape is [..., C]. No global generator advances. `makers` are a
+    workload's own for what is no plain number."""
     extent = size if isinstance(size, Extent) else Extent(tuple(size[:-1]), size[-1], dict(op.probes.sizes))
     layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
     found: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def make_inputs(
         shape = probes.shape(name, extent, (forms or {}).get(name))
         generator = torch.Generator(device=device).manual_seed(_seed(seed, name))
         if name in probes.values:
-            tensor = probes.values[name](shape, generator, device, extent.sizes)
+            tensor = {**probes.values, **(makers or {})}[name](shape, generator, device, extent.sizes)
             tensor = tensor.to(dtypes.get(name, tensor.dtype))
         else:
             kind = values if probes.is_rows(name) else "normal"
@@ -116,7 +118,8 @@ def other_dtypes(call: Call) -> dict[str, torch.dtype]:
 def main_of(call: Call) -> TensorFacts:
     """The tensor whose dtype is that of the call: the first of its row tensors, else of its tensors of numbers."""
     op = registry.op(call.op)
-    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in op.probes.values]
+    apart = (*op.probes.values, *op.probes.by_option)
+    given = [facts for n in op.tensors if (facts := call.tensors[n]) is not None and n not in apart]
     return next((facts for facts in given if op.probes.is_rows(facts.name)), given[0])
 
 
@@ -260,7 +263,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
     ]
     for layout in layouts[:5] + layouts[5::3] if size == "tiny" else layouts:
         yield Case("layout", lead=(2, 3, 2), columns=160, layouts={"*": layout}, **everything)
-    upstream = {param for o in registry.served_by(op.name) if o.gradient for param in o.gradient.grads.values()}
+    served = [g for o in registry.served_by(op.name) for g in o.gradients if g.op == op.name]
+    upstream = {param for gradient in served for param in gradient.grads.values()}
     for name in row_tensors:
         for layout in ("padded 1", "expanded", "columns") if name in upstream else ("padded 1",):
             yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)

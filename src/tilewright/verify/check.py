@@ -6,7 +6,7 @@ Used by the suite (`suite.py`) and by first-use checks (`first_use.py`) alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.core.arguments import facts_of
 from tilewright.core.call import Call
+from tilewright.core.in_place import InPlace
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.op import Op
@@ -41,18 +42,21 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     errors: dict[str, tuple[Errors, Errors, torch.dtype]] = field(default_factory=dict)
     """Output name to (errors of the kernel, of the baseline, dtype)."""
+    in_place: bool = False
+    """Whether the in-place form was run too, with the kernel writing where the input is."""
 
 
 def truth_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: bool) -> Truth:
     """Run the definition in float64 and in the call's own dtypes."""
     names = [*op.out, *(op.saved if saving else ())]
     wide = {n: None if t is None else t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    exact = {n: torch.float64 if isinstance(v, torch.dtype) else v for n, v in options.items()}  # it rounds nothing
     with torch.no_grad(), _no_python_native():
-        oracle = dict(zip(names, op.define(wide, options, saving), strict=True))
+        oracle = dict(zip(names, op.define(wide, exact, saving), strict=True))
         baseline = dict(zip(names, op.define(inputs, options, saving), strict=True))
         known = {**wide, **oracle}
         if not saving:
-            known |= dict(zip([*op.out, *op.saved], op.define(wide, options, True), strict=True))
+            known |= dict(zip([*op.out, *op.saved], op.define(wide, exact, True), strict=True))
         scale = op.error_scale(known, options)
         narrowed = {} if op.narrowed is None else op.narrowed(known, options)
     return Truth(oracle, baseline, scale, narrowed)
@@ -78,9 +82,12 @@ def call_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: bo
 
 def check(
     kernel: Kernel, config: Config, op: Op[Any], inputs: Tensors, options: Mapping[str, Any], truth: Truth,
-    *, saving: bool, emulated: bool = False,
+    *, saving: bool, emulated: bool = False, in_place: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Run the kernel on `inputs` and judge every output. Compile and launch errors propagate."""
+    """Run the kernel on `inputs` and judge every output. Compile and launch errors propagate.
+
+    `in_place`: where the kernel serves the op's in-place form for such tensors, that must give the same bits.
+    """
     call = call_of(op, inputs, options, saving)
     run = bind(kernel, config, call, poison=True)
     tensors = [inputs[n] for n in op.tensors]
@@ -110,7 +117,44 @@ def check(
         if kernel.capability.deterministic and not same_bits(found, second[name]):
             outcome.problems.append(f"{name}: two runs differ in their bits, and the kernel says it is deterministic")
         judge(outcome, name, found, truth, emulated, statistic=name in op.saved)
+    if in_place and op.into and kernel.capability.in_place and _can_alias(op, call):
+        outcome.in_place = True
+        _check_in_place(outcome, kernel, config, op, tensors, options, truth, emulated, first)
     return outcome
+
+
+def _can_alias(op: Op[Any], call: Call) -> bool:
+    """Whether the kernel itself writes all that the in-place form of this call overwrites."""
+    form = op.in_place
+    assert isinstance(form, InPlace)
+    into = form.targets(call.tensors)
+    return replace(call, into=into).aliased == into
+
+
+def _check_in_place(
+    outcome: Outcome, kernel: Kernel, config: Config, op: Op[Any], tensors: Sequence[Tensor | None],
+    options: Mapping[str, Any], truth: Truth, emulated: bool, functional: Mapping[str, Tensor | None],
+) -> None:  # fmt: skip
+    """Run the in-place form twice: the same bits as the op gave, in the tensors that it overwrites. What differs from
+    one run to the next is judged as any result."""
+    form = op.in_place
+    call = facts_of(form, tensors, dict(options), False, False)
+    run = bind(kernel, config, call, poison=True)
+    for _ in range(2):
+        given = [
+            None if t is None else t.clone() if name in call.into.values() else t
+            for name, t in zip(op.tensors, tensors, strict=True)
+        ]
+        with torch.no_grad():
+            results: dict[str, Tensor] = dict(zip(op.out, _run(run, given), strict=True))
+        for output, found in results.items():
+            place = given[op.tensors.index(call.into[output])] if output in call.into else found
+            if found is not place:
+                outcome.problems.append(f"in place: {output} is not the tensor that it overwrites")
+            elif not kernel.capability.deterministic:
+                judge(outcome, output, found, truth, emulated)
+            elif not same_bits(found, functional[output]):
+                outcome.problems.append(f"in place: {output} differs in its bits from what {op.name} gives")
 
 
 def _run(run: Run, tensors: Sequence[Tensor | None]) -> list[Any]:

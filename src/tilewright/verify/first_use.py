@@ -36,6 +36,7 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
     op = registry.op(call.op)
     where = torch.device("cuda", call.device.index) if call.device.is_gpu else torch.device("cpu")
     emulated = registry.backend(kernel.backend).emulates(call.device)
+    how = {"saving": call.saving, "emulated": emulated, "in_place": bool(call.aliased)}
     pool: dict[str, Any] = {}
     count = 0
     with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
@@ -44,14 +45,14 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
                 inputs = build(case, op, where)
                 options = dict(case.options)
                 truth = truth_of(op, inputs, options, call.saving)
-                outcome = check(kernel, config, op, inputs, options, truth, saving=call.saving, emulated=emulated)
+                outcome = check(kernel, config, op, inputs, options, truth, **how)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 return Verdict(None, count, call.device.arch, evidence.today(), f"out of memory: {error}")
             count += 1
             add_to_pool(pool, outcome)
             if outcome.problems:
                 # only a wrong result that comes again is kept
-                repeat = check(kernel, config, op, inputs, options, truth, saving=call.saving, emulated=emulated)
+                repeat = check(kernel, config, op, inputs, options, truth, **how)
                 script = write_script(kernel, config, case, outcome.problems, where)
                 known = (repeat.problems or outcome.problems)[0]
                 detail = f"{known}; reproduce with {script}"
@@ -74,7 +75,8 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
-    layouts = {n: _layout(f) for n in op.tensors if op.probes.dims[n] != "M" and (f := call.tensors[n]) is not None}
+    layouts = {n: _layout(f) for n in op.tensors if not op.probes.is_vector(n) and (f := call.tensors[n]) is not None}
+    layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
     sizes = op.probes.cut(extent.sizes, most)
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []

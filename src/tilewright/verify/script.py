@@ -27,9 +27,9 @@ case = {case!r}
 op = registry.op(case.op)
 kernel = next(k for k in registry.kernels_of(case.op) if k.name == {name!r})
 inputs, options = build(case, op, {device!r}), {{**op.usual, **case.options}}
-saving = op.gradient is not None and kernel.capability.gradient
-truth = truth_of(op, inputs, options, saving)
-print(check(kernel, {config!r}, op, inputs, options, truth, saving=saving).problems)
+for saving in {{op.gradient is not None and kernel.capability.gradient, False}}:
+    truth = truth_of(op, inputs, options, saving)
+    print(check(kernel, {config!r}, op, inputs, options, truth, saving=saving, in_place=not saving).problems)
 '''
 
 

@@ -196,15 +196,22 @@ def _prepare(
 def _checked(
     kernel: Kernel, config: Config, op: Op[Any], inputs: Any, call: Call, truth: Truth, emulated: bool
 ) -> Outcome | None:
-    """The outcome, with and without saving where there is a gradient; None where memory ran out.
+    """The outcome, with and without saving where there is a gradient, and in place where the op has such a form; None
+    where memory ran out.
 
     A kernel that raises is a red case with its message; a device that is lost ends the run.
     """
     try:
-        outcome = check(kernel, config, op, inputs, call.options, truth, saving=call.saving, emulated=emulated)
+        outcome = check(
+            kernel, config, op, inputs, call.options, truth,
+            saving=call.saving, emulated=emulated, in_place=not call.saving,
+        )  # fmt: skip
         if call.saving and not outcome.problems:
-            plain = check(kernel, config, op, inputs, call.options, truth, saving=False, emulated=emulated)
+            plain = check(
+                kernel, config, op, inputs, call.options, truth, saving=False, emulated=emulated, in_place=True
+            )
             outcome.problems += [f"without gradient: {problem}" for problem in plain.problems]
+            outcome.in_place = plain.in_place
         return outcome
     except (torch.OutOfMemoryError, MemoryError):
         return None
@@ -221,6 +228,9 @@ def _record(kernel: Kernel, arch: str, verdicts: dict[tuple[Config, str], list[O
     found = {}
     for (config, layout), outcomes in verdicts.items():
         if not any(o.problems for o in outcomes):
-            for kind in (layout, layout.replace(" saving", "")):
+            plain = layout.replace(" saving", "")
+            for kind in (layout, plain):
                 found[config, kind] = Verdict(True, len(outcomes), arch, evidence.today())
+            if count := sum(o.in_place for o in outcomes):
+                found[config, f"{plain} in place"] = Verdict(True, count, arch, evidence.today())
     evidence.record_many(kernel, arch, found)

@@ -6,6 +6,7 @@ written in one file a backend, what has parameters by column in a second one; th
 """
 
 from tilewright.core import registry
+from tilewright.core.in_place import in_place
 from tilewright.ops.activation.affine import scale_bias_add, scale_bias_add_backward
 from tilewright.ops.activation.biased import bias_act, bias_act_backward
 from tilewright.ops.activation.gated import geglu, geglu_backward, swiglu, swiglu_backward
@@ -20,18 +21,27 @@ from tilewright.ops.activation.unary import gelu, gelu_backward, silu, silu_back
 
 registry.add_kernels(KERNELS)
 
+bias_act_ = in_place(bias_act, y="x")
+gelu_ = in_place(gelu, y="x")
+scale_bias_add_ = in_place(scale_bias_add, y=("residual", "x"))
+silu_ = in_place(silu, y="x")
+
 __all__ = [
     "bias_act",
+    "bias_act_",
     "bias_act_backward",
     "geglu",
     "geglu_backward",
     "geglu_packed",
     "geglu_packed_backward",
     "gelu",
+    "gelu_",
     "gelu_backward",
     "scale_bias_add",
+    "scale_bias_add_",
     "scale_bias_add_backward",
     "silu",
+    "silu_",
     "silu_backward",
     "swiglu",
     "swiglu_backward",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
-from tilewright.ops.activation.configs import inputs_of, rows_and_columns, tiles, vector
+from tilewright.ops.activation.configs import inputs_of, rows_and_columns, tilelang_vector, tiles
+from tilewright.ops.configs import power_of_2_at_least
 
 SUMS = ("dscale", "dbias")
 
@@ -52,9 +53,9 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
     shape = rows_and_columns(call)
     if not summed(call):
         return tiles(shape, not by_rows(call))
-    access, width = 16 // shape.dtype.itemsize, 1 << max(shape.columns - 1, 0).bit_length()
+    access, width = 16 // shape.dtype.itemsize, power_of_2_at_least(shape.columns)
     found = []
-    for warps, per_sm, stages in ((4, 8, 3), (4, 4, 3), (8, 4, 2), (4, 8, 1), (2, 16, 2)):
+    for warps, per_sm, stages in ((4, 4, 3), (2, 16, 2), (8, 4, 2), (4, 8, 1), (4, 8, 3)):
         elements = 32 * warps * access
         block = min(width, elements)
         found.append(Config(rows=elements // block, block=block, num_warps=warps, per_sm=per_sm, stages=stages))
@@ -64,8 +65,8 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `threads` a block, `depth` accesses of a thread to each tensor in a row; `per_sm` blocks share the rows."""
     shape = rows_and_columns(call)
-    vectors = shape.columns // vector(call)
-    few = max(32, 1 << max(vectors - 1, 0).bit_length())
+    vectors = shape.columns // tilelang_vector(call)
+    few = max(32, power_of_2_at_least(vectors))
     wanted: tuple[tuple[int, int], ...] = ((128, 1), (256, 1), (128, 2), (64, 1))
     if vectors <= 64 and by_rows(call):
         wanted = ((few, 1), (128, 1))

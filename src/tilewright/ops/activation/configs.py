@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.ops.configs import few_blocks, power_of_2_at_least
+from tilewright.ops.tilelang_places import vector
 
 ROW_TENSORS = ("dy", "gate", "up", "x", "residual")
 
@@ -59,7 +61,7 @@ def tiles(shape: TensorFacts, flat: bool) -> tuple[Config, ...]:
             Config(rows=1, block=32 * warps * vector * depth, num_warps=warps)
             for warps, depth in ((4, 1), (4, 2), (8, 1), (8, 2), (4, 4))
         )
-    width = 1 << max(shape.columns - 1, 0).bit_length()
+    width = power_of_2_at_least(shape.columns)
     found = []
     for warps, depth in ((4, 1), (4, 2), (8, 1), (8, 2)):
         elements = 32 * warps * vector * depth
@@ -70,31 +72,23 @@ def tiles(shape: TensorFacts, flat: bool) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(found))
 
 
-MOST_ROWS = 1 << 30
-"""Of a TileLang call: its grid is int32. A power of two, so that a call class has one answer."""
-
-
-def vector(call: Call) -> int:
-    """Elements of one access: the widest up to 16 bytes that divides the row. Of pairs as many are read at once."""
+def tilelang_vector(call: Call) -> int:
+    """Elements of one access; of pairs as many are read at once."""
     shape = rows_and_columns(call)
-    width = 16 // shape.dtype.itemsize // (2 if packing(call) == "pairs" else 1)
-    while shape.columns % width:
-        width //= 2
-    return width
+    return vector(shape.columns, shape.dtype.itemsize * (2 if packing(call) == "pairs" else 1))
 
 
 def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program counts its blocks in int32."""
     shape = rows_and_columns(call)
-    blocks = -(-shape.columns // (128 * vector(call)))
-    if shape.rows * blocks > MOST_ROWS:
-        yield Reason(next(iter(inputs_of(call))), f"{shape.rows} rows; takes {MOST_ROWS // blocks}", "split the batch")
+    blocks = -(-shape.columns // (128 * tilelang_vector(call)))
+    return few_blocks(next(iter(inputs_of(call))), shape.rows, blocks)
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `threads` a block; `depth` accesses of a thread to each tensor."""
     wanted: tuple[tuple[int, int], ...] = ((128, 1), (256, 2), (256, 1), (128, 4))
-    vectors = rows_and_columns(call).columns // vector(call)
+    vectors = rows_and_columns(call).columns // tilelang_vector(call)
     if not is_flat(call) and vectors <= 64:
-        wanted = ((max(32, 1 << max(vectors - 1, 0).bit_length()), 1), *wanted[:1])
+        wanted = ((max(32, power_of_2_at_least(vectors)), 1), *wanted[:1])
     return tuple(Config(threads=threads, depth=depth) for threads, depth in wanted)

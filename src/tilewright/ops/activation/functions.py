@@ -15,6 +15,7 @@ from torch import Tensor
 CUBIC = 0.044715
 TWICE_ROOT = 2.0 * math.sqrt(2.0 / math.pi)
 ROOT_HALF = math.sqrt(0.5)
+LOG2E = math.log2(math.e)
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 FLAT = 64.0
 """Beyond this |g| the logistic function of the tanh form is 0 or 1, also in float64. Its inner derivative is taken at
@@ -24,6 +25,21 @@ UNDERFLOW = 2.0**-102
 logistic function overflows, s(z) is 0, also in the baseline."""
 APPROXIMATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 KINDS = ("none", "relu", "relu2", "silu", "gelu", "gelu_tanh")
+TAIL = (
+    6.592919362446992e-06,
+    0.11949746310710907,
+    0.1218508705496788,
+    0.09495420753955841,
+    0.14190174639225006,
+    -0.07559099048376083,
+    0.22786124050617218,
+    -0.16878008842468262,
+    0.03829899802803993,
+)
+TAIL_STEP = 0.3
+"""How kernels compute the normal distribution below zero: exp(-a^2 / 2) q(t) at -a, with t = 1 / (1 + TAIL_STEP a), the
+form of Hastings (1955). TAIL are the coefficients of q by rising powers: minimax of the relative error (Lawson's
+iteration), 6e-8 up to a = 13, behind which float32 has no such number."""
 
 
 def _inner(g: Tensor) -> Tensor:
@@ -88,12 +104,13 @@ def act_terms(kind: str, g: Tensor) -> Tensor:
 
 
 def derivative_terms(kind: str, g: Tensor) -> Tensor:
-    """The absolute terms of act'(g), as `act_terms`. From |g| = 8 on the second term of a GELU is 0 in float32."""
+    """The absolute terms of act'(g), as `act_terms`; of silu too with the rounding of the exponential's argument. From
+    |g| = 8 on the second term of a GELU is 0 in float32."""
     size = g.abs()
     if kind in ("none", "relu", "relu2"):
         return derivative(kind, g).abs()
     if kind == "silu":
-        return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size)
+        return (torch.sigmoid(g) + UNDERFLOW) * (1.0 + size).square()
     near = size.clamp(max=8.0)
     if kind == "gelu_tanh":
         t = torch.tanh(_inner(g) / 2)

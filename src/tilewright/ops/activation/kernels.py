@@ -10,6 +10,8 @@ _HERE = "tilewright.ops.activation"
 READ = ("gate", "up", "x")
 """Read as dense in the last dimension; an upstream gradient may be strided in any way."""
 FORWARD = ("swiglu", "swiglu_packed", "geglu", "geglu_packed", "silu", "gelu")
+IN_PLACE = ("silu", "gelu", "scale_bias_add", "bias_act")
+"""A tile is read whole before any of it is written, and no two programs share an element."""
 PASSES = [*((op, "forward") for op in FORWARD), *((f"{op}_backward", "backward") for op in FORWARD)]
 
 TRITON_KERNELS = [
@@ -17,7 +19,11 @@ TRITON_KERNELS = [
         op,
         "triton",
         f"{_HERE}.triton:{function}",
-        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride(*READ), row_levels(*READ, "dy")),
+            in_place=op in IN_PLACE,
+        ),
         configs.triton_configs,
     )
     for op, function in PASSES
@@ -38,7 +44,7 @@ TRITON_KERNELS += [
         op,
         "triton",
         f"{_HERE}.triton_affine:{function}",
-        Capability((cuda(80), hip("gfx942")), limits=AFFINE_LIMITS),
+        Capability((cuda(80), hip("gfx942")), limits=AFFINE_LIMITS, in_place=op in IN_PLACE),
         affine_configs.triton_configs,
     )
     for op, function in AFFINE
@@ -46,7 +52,7 @@ TRITON_KERNELS += [
 
 # On a CPU aten's GELU is an approximation 3.5 ulp off in float32, and makes NaN of infinity in bfloat16.
 VENDOR_KERNELS = [
-    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices), label="aten")
+    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices, in_place=op in IN_PLACE), label="aten")
     for op, devices in (
         ("silu", ()),
         ("silu_backward", ()),
@@ -60,7 +66,11 @@ TILELANG_KERNELS = [
         op,
         "tilelang",
         f"{_HERE}.tilelang:{function}",
-        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        Capability(
+            (cuda(80),),
+            limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough),
+            in_place=op in IN_PLACE,
+        ),
         configs.tilelang_configs,
         files=("tilelang_programs.py",),
     )
@@ -72,7 +82,7 @@ TILELANG_KERNELS += [
         op,
         "tilelang",
         f"{_HERE}.tilelang_affine:{function}",
-        Capability((cuda(80),), limits=(*AFFINE_LIMITS, configs.few_enough)),
+        Capability((cuda(80),), limits=(*AFFINE_LIMITS, configs.few_enough), in_place=op in IN_PLACE),
         affine_configs.tilelang_configs,
         files=("tilelang_affine_programs.py", "tilelang_programs.py"),
     )

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch
-from tilewright.ops.activation.configs import is_flat, kind_of, packing, rows_and_columns, vector
+from tilewright.ops.activation.configs import is_flat, kind_of, packing, rows_and_columns, tilelang_vector
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
 
-FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward")
-BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward")
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+FORWARD = Program("tilewright.ops.activation.tilelang_programs:forward", FULL_RANGE_DIVISION)
+BACKWARD = Program("tilewright.ops.activation.tilelang_programs:backward", FULL_RANGE_DIVISION)
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -52,7 +50,7 @@ def _launch(
     outputs: dict[str, TensorFacts | None],
     constants: dict[str, Any],
 ) -> Launch:
-    shape, flat, vec, pack = rows_and_columns(call), is_flat(call), vector(call), packing(call)
+    shape, flat, vec, pack = rows_and_columns(call), is_flat(call), tilelang_vector(call), packing(call)
     rows, columns = (1, shape.numel) if flat else (shape.rows, shape.columns)
     programs = rows * -(-columns // (config.threads * config.depth * vec))
     # of pairs an access to x reads both parts
@@ -65,26 +63,3 @@ def _launch(
         args |= strides_of(name, facts, layouts[f"{name}_layout"], steps[name])
     args |= {"row_vectors": columns // vec, "programs": programs}
     return Launch(program, (programs, 1, 1), args, constants)
-
-
-def layout_of(facts: TensorFacts | None, vec: int, flat: bool) -> str | None:
-    """How `tilelang_programs` reads a tensor: row levels, and whether rows start at multiples of the vector."""
-    if facts is None:
-        return None
-    step = min(16, vec * facts.dtype.itemsize)
-    vectors = facts.column_stride == 1 and facts.vector_bytes() % step == 0
-    return f"{1 if flat else len(facts.row_levels)}{'v' if vectors else 's'}"
-
-
-def strides_of(name: str, facts: TensorFacts | None, layout: str | None, vec: int) -> dict[str, Argument]:
-    if facts is None or layout is None:
-        return {}
-    unit = vec if layout.endswith("v") else 1
-    levels = facts.row_levels
-    inner, stride = levels[-1]
-    return {
-        f"{name}_inner": inner,
-        f"{name}_outer": (levels[0][1] if len(levels) == 2 else 0) // unit,
-        f"{name}_stride": stride // unit,
-        f"{name}_step": facts.column_stride,
-    }

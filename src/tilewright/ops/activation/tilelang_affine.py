@@ -13,14 +13,12 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, summed
-from tilewright.ops.activation.configs import rows_and_columns, vector
-from tilewright.ops.activation.tilelang import NAMES, layout_of, strides_of
+from tilewright.ops.activation.configs import rows_and_columns, tilelang_vector
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_sums import sum_groups
 
-FORWARD = Program("tilewright.ops.activation.tilelang_affine_programs:forward")
-BACKWARD = Program("tilewright.ops.activation.tilelang_affine_programs:backward")
-REDUCE = Program("tilewright.ops.activation.tilelang_affine_programs:reduce_rows")
-LANES, DEPTH = 32, 16
-"""Columns and rows that a block of the last sum takes at once."""
+FORWARD = Program("tilewright.ops.activation.tilelang_affine_programs:forward", FULL_RANGE_DIVISION)
+BACKWARD = Program("tilewright.ops.activation.tilelang_affine_programs:backward", FULL_RANGE_DIVISION)
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -51,12 +49,7 @@ def backward(call: Call, config: Config) -> tuple[Launch, ...]:
     constants |= {"needs_dx": call.has("dx"), "sums": tuple(sums)}
     launches = [Launch(BACKWARD, (cuts * groups, 1, 1), args, constants)]
     if partials is not None:
-        outputs = list(sums.values())
-        dtypes = tuple(NAMES[facts.dtype] for facts in outputs)
-        own: dict[str, Argument] = {"partials": partials, "first": outputs[0], "second": outputs[-1]}
-        own |= {"groups": groups, "columns": columns, "blocks": -(-columns // LANES)}
-        grid = (-(-columns // LANES), len(outputs), 1)
-        launches.append(Launch(REDUCE, grid, own, {"dtypes": dtypes, "lanes": LANES, "depth": DEPTH}))
+        launches.append(sum_groups(partials, *sums.values()))
     return tuple(launches)
 
 
@@ -64,7 +57,7 @@ def _sizes(call: Call) -> tuple[int, int, int]:
     """Rows, columns and the elements of one access. Where rows do not matter there is one."""
     shape = rows_and_columns(call)
     rows, columns = (shape.rows, shape.columns) if by_rows(call) else (1, shape.numel)
-    return rows, columns, vector(call)
+    return rows, columns, tilelang_vector(call)
 
 
 def _shared(

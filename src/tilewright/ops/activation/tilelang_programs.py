@@ -1,46 +1,50 @@
 """Device code of the activation family in TileLang: one program a pass, for one input or a gate and a value.
 
-Only `tilelang.py` beside this file calls these, when a launch is compiled. A block takes `depth` vectors a thread of
-one row; dense tensors come as one long row. Sizes are run-time everywhere. Columns are counted in vectors, so that the
-compiler sees that an access never crosses the end; so are strides where the layout's letter is "v" ("s": element by
-element, with a column stride). The layout's digit says in how many levels of strides the rows lie; None is absent.
+Only `tilelang.py` beside this file calls these, when a launch is compiled. How tensors are read is in `tilelang_rows`.
 
 `pack` says how gate and up lie in one tensor: "halves", "pairs" where they alternate, "" where each is its own. Halves
 are read as two tensors of which one starts a row's width later. Pairs are read and written whole: `vec` of them are one
-access.
-
-Loads sit in `if` statements, not in `T.if_then_else`: there TileLang 0.1.15 hoists the vector load of a converted
-operand out of the condition, which reads past the end of the tensor. (No postponed annotations here: they are values.)
+access. (No postponed annotations here: they are values.)
 """
 
 from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.activation.functions import CUBIC, DENSITY, FLAT, ROOT_HALF, TWICE_ROOT
-
-F32 = "float32"
-
-
-def f32(value: Any) -> Any:
-    return T.Cast(F32, value)
+from tilewright.ops.activation.functions import CUBIC, DENSITY, FLAT, LOG2E, TAIL, TAIL_STEP, TWICE_ROOT
+from tilewright.ops.tilelang_rows import f32, load_tile, offset, place_of, store_tile, tile
 
 
 def constant(value: float) -> Any:
     return T.float32(value)
 
 
-def logistic(z: Any) -> Any:
-    """s(z). The exponential may be infinite: its reciprocal is 0."""
-    return constant(1.0) / (constant(1.0) + T.exp(-z))
+def exponential(x: Any) -> Any:
+    """exp(x), by the power of two that a GPU has: within some ulp where x is not far below 0."""
+    return T.exp2(x * constant(LOG2E))
+
+
+def logistics(z: Any) -> tuple[Any, Any]:
+    """(s(z), s(-z)) of one exponential and one quotient. The exponential may be infinite: its reciprocal is 0, and
+    until then the smaller of the two is as small as a float32 can be; exp(-|z|) is flushed to 0 before."""
+    far = constant(1.0) / (constant(1.0) + exponential(T.abs(z)))
+    near = constant(1.0) - far
+    below = z < constant(0.0)
+    return T.Select(below, far, near), T.Select(below, near, far)
 
 
 def inner(g: Any) -> Any:
     return constant(TWICE_ROOT) * g * (constant(1.0) + constant(CUBIC) * g * g)
 
 
-def normal_cdf(g: Any) -> Any:
-    return constant(0.5) * (constant(1.0) + T.erf(g * constant(ROOT_HALF)))
+def normal(g: Any) -> tuple[Any, Any]:
+    """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
+    t = constant(1.0) / (constant(1.0) + constant(TAIL_STEP) * T.abs(g))
+    ratio = constant(TAIL[-1])
+    for coefficient in TAIL[-2::-1]:
+        ratio = ratio * t + constant(coefficient)
+    bell = exponential(constant(-0.5) * g * g)
+    return T.Select(g < constant(0.0), ratio * bell, constant(1.0) - ratio * bell), bell
 
 
 def activation(kind: str, g: Any) -> Any:
@@ -50,20 +54,22 @@ def activation(kind: str, g: Any) -> Any:
     if kind in ("relu", "relu2"):  # NaN is not below zero, and stays
         return T.if_then_else(g < constant(0.0), constant(0.0), g if kind == "relu" else g * g)
     if kind == "silu":
-        return g * logistic(g)
-    return g * logistic(inner(g)) if kind == "gelu_tanh" else g * normal_cdf(g)
+        return g * logistics(g)[0]
+    return g * logistics(inner(g))[0] if kind == "gelu_tanh" else g * normal(g)[0]
 
 
 def slope(kind: str, g: Any) -> Any:
-    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
+    """act'(g). 1 - s(z) is s(-z), which does not cancel."""
     if kind == "silu":
-        return logistic(g) * (constant(1.0) + g * logistic(-g))
+        s, rest = logistics(g)
+        return s * (constant(1.0) + g * rest)
     if kind == "gelu_tanh":
-        z = inner(g)
+        s, rest = logistics(inner(g))
         square = T.min(g * g, constant(FLAT * FLAT))  # else infinity times 0, of a finite g
         rise = constant(TWICE_ROOT) * (constant(1.0) + constant(3.0 * CUBIC) * square)
-        return logistic(z) + g * (logistic(z) * logistic(-z) * rise)
-    return normal_cdf(g) + g * (constant(DENSITY) * T.exp(constant(-0.5) * g * g))
+        return s + g * (s * rest * rise)
+    below, bell = normal(g)
+    return below + g * (constant(DENSITY) * bell)
 
 
 def chain(kind: str, upstream: Any, g: Any) -> Any:
@@ -76,40 +82,8 @@ def chain(kind: str, upstream: Any, g: Any) -> Any:
     return upstream * slope(kind, g)
 
 
-def tile(vec: int, threads: int, depth: int, dtype: str) -> Any:
-    """Registers for a block's elements: neighbouring threads hold neighbouring vectors."""
-    made = T.alloc_fragment((vec * threads * depth,), dtype)
-    layout = T.Fragment(
-        (vec * threads * depth,),
-        forward_fn=lambda j: ((j // vec) % threads, (j // (vec * threads)) * vec + j % vec),
-    )
-    T.annotate_layout({made: layout})
-    return made
-
-
-def at(layout: str, vec: int, row: Any, column: Any, place: tuple[Any, Any, Any, Any]) -> Any:
-    """The int64 element offset of (row, column)."""
-    count, outer, stride, step = place
-    unit = vec if layout[1] == "v" else 1
-    if layout[0] == "2":
-        wide = T.Cast("int64", count)
-        start = T.truncdiv(row, wide) * (outer * unit) + T.truncmod(row, wide) * (stride * unit)
-    else:
-        start = row * (stride * unit)
-    return start + column if layout[1] == "v" else start + column * step
-
-
-def place_of(block: Any, row_vectors: Any, chunk: int, flat: bool) -> tuple[Any, Any]:
-    """A block's row and its first vector in that; `flat`: there is one row."""
-    index = T.Cast("int64", block)
-    if flat:
-        return T.int64(0), index * chunk
-    per_row = T.truncdiv(row_vectors + (chunk - 1), T.int64(chunk))
-    return T.truncdiv(index, per_row), T.truncmod(index, per_row) * chunk
-
-
 def pair_tile(vec: int, threads: int, depth: int, dtype: str) -> Any:
-    """The same for pairs, each beside the element of `tile` that it goes with."""
+    """Registers for pairs, each beside the element of `tile` that it goes with."""
     made = T.alloc_fragment((vec * threads * depth, 2), dtype)
     layout = T.Fragment(
         (vec * threads * depth, 2),
@@ -127,21 +101,12 @@ def halves(pack: str, second: bool, row_vectors: Any) -> tuple[Any, Any]:
 
 
 @T.macro
-def load_tile(to, source, layout, vec, row, begin, first, row_vectors, place):
-    """Fill a tile from vector `first` of a row, which begins `begin` vectors late; what lies beyond its end is 0."""
-    T.clear(to)
-    for j in T.Parallel(*to.shape):
-        if first + j // vec < row_vectors:
-            to[j] = source[at(layout, vec, row, (begin + first) * vec + j, place)]
-
-
-@T.macro
 def load_pairs(gates, ups, both, source, gate_at, layout, vec, row, first, row_vectors, place):
-    """The same for pairs: read together, then taken apart. (A loop may know a tile by one index only.)"""
+    """`load_tile` for pairs: read together, then taken apart. (A loop may know a tile by one index only.)"""
     T.clear(both)
     for j, k in T.Parallel(*both.shape):
         if first + j // vec < row_vectors:
-            both[j, k] = source[at(layout, 2 * vec, row, (first * vec + j) * 2 + k, place)]
+            both[j, k] = source[offset(layout, 2 * vec, row, (first * vec + j) * 2 + k, place)]
     for j in T.Parallel(*gates.shape):
         gates[j] = both[j, gate_at]
     for j in T.Parallel(*ups.shape):
@@ -165,7 +130,7 @@ def forward(
         row_vectors: T.int64, programs: T.int32,
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
-            row, first = place_of(block, row_vectors, chunk, flat)
+            row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
             gate_place = (gate_inner, gate_outer, gate_stride, gate_step)
             gate_begin, up_begin = halves(pack, gate_second, row_vectors)
             gates = tile(vec, threads, depth, dtype)
@@ -176,16 +141,16 @@ def forward(
                 load_pairs(gates, ups, both, gate, int(gate_second), gate_layout, vec, row, first, row_vectors,
                            gate_place)  # fmt: skip
             else:
-                load_tile(gates, gate, gate_layout, vec, row, gate_begin, first, row_vectors, gate_place)
+                load_tile(gates, gate, gate_layout, vec, row, first, row_vectors, (*gate_place, gate_begin))
                 if has_up:
-                    load_tile(ups, up, up_layout, vec, row, up_begin, first, row_vectors,
-                              (up_inner, up_outer, up_stride, up_step))  # fmt: skip
+                    load_tile(ups, up, up_layout, vec, row, first, row_vectors,
+                              (up_inner, up_outer, up_stride, up_step, up_begin))  # fmt: skip
             for j in T.Parallel(vec * chunk):
-                if first + j // vec < row_vectors:
-                    value = activation(kind, f32(gates[j]))
-                    if has_up:
-                        value = value * f32(ups[j])
-                    y[(row * row_vectors + first) * vec + j] = T.Cast(dtype, value)
+                value = activation(kind, f32(gates[j]))
+                if has_up:
+                    value = value * f32(ups[j])
+                gates[j] = T.Cast(dtype, value)
+            store_tile(y, gates, vec, row, first, row_vectors)
 
     return act_forward
 
@@ -199,7 +164,7 @@ def backward(
     chunk = threads * depth
     reads_up = up_layout is not None and needs_dgate
     gate_at = int(gate_second)
-    widths = 2 if pack == "halves" else 1  # of a row of the outputs
+    parts, gate_part, up_part = (2, gate_at, 1 - gate_at) if pack == "halves" else (1, 0, 0)  # of a row of outputs
 
     @T.prim_func
     def act_backward(
@@ -211,11 +176,10 @@ def backward(
         row_vectors: T.int64, programs: T.int32,
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
-            row, first = place_of(block, row_vectors, chunk, flat)
+            row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
             gate_place = (gate_inner, gate_outer, gate_stride, gate_step)
             grads = tile(vec, threads, depth, dtype)
-            load_tile(grads, dy, dy_layout, vec, row, T.int64(0), first, row_vectors,
-                      (dy_inner, dy_outer, dy_stride, dy_step))  # fmt: skip
+            load_tile(grads, dy, dy_layout, vec, row, first, row_vectors, (dy_inner, dy_outer, dy_stride, dy_step))
             gate_begin, up_begin = halves(pack, gate_second, row_vectors)
             gates = tile(vec, threads, depth, dtype)
             if reads_up:
@@ -232,22 +196,21 @@ def backward(
                     if first + j // vec < row_vectors:
                         dgate[((row * row_vectors + first) * vec + j) * 2 + k] = both[j, k]
             else:
-                load_tile(gates, gate, gate_layout, vec, row, gate_begin, first, row_vectors, gate_place)
+                load_tile(gates, gate, gate_layout, vec, row, first, row_vectors, (*gate_place, gate_begin))
                 if reads_up:
-                    load_tile(ups, up, up_layout, vec, row, up_begin, first, row_vectors,
-                              (up_inner, up_outer, up_stride, up_step))  # fmt: skip
+                    load_tile(ups, up, up_layout, vec, row, first, row_vectors,
+                              (up_inner, up_outer, up_stride, up_step, up_begin))  # fmt: skip
+                outs = tile(vec, threads, depth, dtype)
                 if needs_dgate:
                     for j in T.Parallel(vec * chunk):
-                        if first + j // vec < row_vectors:
-                            value = f32(grads[j]) * slope(kind, f32(gates[j]))
-                            if reads_up:
-                                value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
-                            dgate[(row * widths * row_vectors + gate_begin + first) * vec + j] = T.Cast(dtype, value)
+                        value = f32(grads[j]) * slope(kind, f32(gates[j]))
+                        if reads_up:
+                            value = f32(grads[j]) * f32(ups[j]) * slope(kind, f32(gates[j]))
+                        outs[j] = T.Cast(dtype, value)
+                    store_tile(dgate, outs, vec, row * parts + gate_part, first, row_vectors)
                 if needs_dup:
                     for j in T.Parallel(vec * chunk):
-                        if first + j // vec < row_vectors:
-                            dup[(row * widths * row_vectors + up_begin + first) * vec + j] = T.Cast(
-                                dtype, f32(grads[j]) * activation(kind, f32(gates[j]))
-                            )
+                        outs[j] = T.Cast(dtype, f32(grads[j]) * activation(kind, f32(gates[j])))
+                    store_tile(dup, outs, vec, row * parts + up_part, first, row_vectors)
 
     return act_backward

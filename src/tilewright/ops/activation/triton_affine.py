@@ -3,12 +3,11 @@
 Forward is act(x * scale + bias + residual), each part left out at compile time where it is absent. Backward sums over
 rows in two stages: programs share the rows of a block of columns and each writes one partial row of every sum; a second
 launch adds those up in a fixed order, so gradients are the same bits every time. Configs are in `affine_configs`; what
-both passes share with the other activations is in `triton`.
+elementwise families share is in `triton_rows`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import triton
@@ -16,10 +15,10 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, row_inputs, summed
+from tilewright.ops.activation.affine_configs import act_of, by_column, by_rows, residual_of, summed
 from tilewright.ops.activation.configs import rows_and_columns
-from tilewright.ops.activation.triton import load, places, store, tile_of
 from tilewright.ops.activation.triton_functions import activation, chain
+from tilewright.ops.triton_rows import load, places, store, sum_groups, tile_at, tile_place
 
 
 @triton.jit
@@ -29,20 +28,21 @@ def by_columns(base, columns, total_columns):
 
 @triton.jit(do_not_specialize=["total_rows", "x_count", "residual_count"])
 def affine_forward(
-    x, scale, bias, residual, y, x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count,
-    total_rows, total_columns,
+    x, scale, bias, residual, y, x_stride, x_outer, x_count, x_step,
+    residual_stride, residual_outer, residual_count, residual_step, total_rows, total_columns,
     ACT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    INNER: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = act(x * scale + bias + residual)."""
-    rows, columns, mask = tile_of(total_rows, total_columns, ROWS, BLOCK, FLAT)
-    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, 1, INNER, True)
+    rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
+    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if HAS_SCALE:
         value *= by_columns(scale, columns, total_columns)
     if HAS_BIAS:
         value += by_columns(bias, columns, total_columns)
     if HAS_RESIDUAL:
-        value += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, 1, INNER, True)
+        value += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, residual_step,
+                      "")  # fmt: skip
     if ACT != "":
         value = activation(value, ACT)
     store(y, rows, columns, total_columns, mask, value)
@@ -51,19 +51,20 @@ def affine_forward(
 @triton.jit
 def backward_tile(
     dy, x, residual, dx, s, b, rows, columns, mask, total_columns, dy_stride, dy_outer, dy_count, dy_step,
-    x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count,
+    x_stride, x_outer, x_count, x_step, residual_stride, residual_outer, residual_count, residual_step,
     ACT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, READS_X: tl.constexpr,
-    NEEDS_DX: tl.constexpr, DY_UNIT: tl.constexpr, INNER: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
 ):  # fmt: skip
     """dx of a tile is stored; (the gradient of the sum that the activation takes, x) come back, 0 beyond the mask."""
-    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, INNER, DY_UNIT)
+    d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     v = d
     if READS_X:
-        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, 1, INNER, True)
+        v = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     if ACT != "":
         g = v + b
         if HAS_RESIDUAL:
-            g += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, 1, INNER, True)
+            g += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, residual_step,
+                      "")  # fmt: skip
         d = tl.where(mask, chain(d, g, ACT), 0.0)  # of a bias that is not finite, beyond the mask too
     if NEEDS_DX:
         store(dx, rows, columns, total_columns, mask, d * s if HAS_SCALE else d)
@@ -73,11 +74,10 @@ def backward_tile(
 @triton.jit(do_not_specialize=["total_rows", "groups", "dy_count", "x_count", "residual_count"])
 def affine_backward(
     dy, x, scale, bias, residual, dx, partials, dy_stride, dy_outer, dy_count, dy_step, x_stride, x_outer, x_count,
-    residual_stride, residual_outer, residual_count, total_rows, total_columns, groups,
+    x_step, residual_stride, residual_outer, residual_count, residual_step, total_rows, total_columns, groups,
     ACT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     READS_X: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DSCALE: tl.constexpr, NEEDS_DBIAS: tl.constexpr,
-    DY_UNIT: tl.constexpr, INNER: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    FLAT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = d * scale with d = dy * act'(x + bias + residual), and partial sums over rows of d * x and of d.
 
@@ -87,10 +87,8 @@ def affine_backward(
     s = 1.0
     b = 0.0
     if SUMS:
-        program = tl.program_id(0).to(tl.int64)
-        blocks = tl.cdiv(total_columns, BLOCK)
-        group = program // blocks
-        columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        group, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+        columns = across * BLOCK + tl.arange(0, BLOCK)[None, :]
         if HAS_SCALE:
             s = by_columns(scale, columns, total_columns)
         if HAS_BIAS:
@@ -102,8 +100,8 @@ def affine_backward(
             mask = (rows < total_rows) & (columns < total_columns)
             d, v = backward_tile(
                 dy, x, residual, dx, s, b, rows, columns, mask, total_columns, dy_stride, dy_outer, dy_count, dy_step,
-                x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count,
-                ACT, HAS_SCALE, HAS_RESIDUAL, READS_X, NEEDS_DX, DY_UNIT, INNER,
+                x_stride, x_outer, x_count, x_step, residual_stride, residual_outer, residual_count, residual_step,
+                ACT, HAS_SCALE, HAS_RESIDUAL, READS_X, NEEDS_DX,
             )  # fmt: skip
             if NEEDS_DSCALE:
                 dscale += d * v
@@ -117,118 +115,63 @@ def affine_backward(
         if NEEDS_DBIAS:
             tl.store(place, tl.sum(dbias, axis=0, keep_dims=True), mask=inside)
     else:
-        rows, columns, mask = tile_of(total_rows, total_columns, ROWS, BLOCK, FLAT)
+        rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
         if HAS_SCALE:
             s = by_columns(scale, columns, total_columns)
         if HAS_BIAS:
             b = by_columns(bias, columns, total_columns)
         backward_tile(
             dy, x, residual, dx, s, b, rows, columns, mask, total_columns, dy_stride, dy_outer, dy_count, dy_step,
-            x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count,
-            ACT, HAS_SCALE, HAS_RESIDUAL, READS_X, NEEDS_DX, DY_UNIT, INNER,
+            x_stride, x_outer, x_count, x_step, residual_stride, residual_outer, residual_count, residual_step,
+            ACT, HAS_SCALE, HAS_RESIDUAL, READS_X, NEEDS_DX,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups"])
-def sum_partials(
-    partials, first, second, groups, total_columns, BOTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """[sums, groups, C] partial rows to one row of each sum, rounded once. Axis 1 of the grid is the sum."""
-    columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    which = tl.program_id(1)
-    inside = columns < total_columns
-    base = partials + which.to(tl.int64) * groups * total_columns
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, groups, ROWS):
-        group = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        total += tl.load(base + group * total_columns + columns, mask=(group < groups) & inside, other=0.0)
-    result = tl.sum(total, axis=0, keep_dims=True)
-    if which == 0:
-        tl.store(first + columns, result.to(first.dtype.element_ty), mask=inside)
-    if BOTH:
-        if which == 1:
-            tl.store(second + columns, result.to(second.dtype.element_ty), mask=inside)
-
-
-def _shared(call: Call, config: Config) -> tuple[dict[str, Argument], dict[str, Any]]:
-    """Arguments and constants of both passes: what there is, and where its rows lie."""
-    shape = rows_and_columns(call)
-    bias, scale = by_column(call, "bias"), by_column(call, "scale")
-    two_levels = by_rows(call) and any(len(facts.row_levels) > 1 for facts in row_inputs(call))
-    residual = residual_of(call)
-    args: dict[str, Argument] = {
-        "x": call.tensors.get("x"),
-        "scale": scale,
-        "bias": bias,
-        "residual": residual,
-        **places(two_levels, x=call.tensors.get("x"), residual=residual),
-        "total_rows": shape.rows,
-        "total_columns": shape.columns,
-    }
+def _shared(
+    call: Call, config: Config, **tensors: TensorFacts | None
+) -> tuple[int, dict[str, Argument], dict[str, Any]]:
+    """Programs where nothing is summed, and the arguments and constants of both passes."""
+    shape, flat = rows_and_columns(call), not by_rows(call)
+    rows, columns = (1, shape.numel) if flat else (shape.rows, shape.columns)
+    bias, scale, residual = by_column(call, "bias"), by_column(call, "scale"), residual_of(call)
+    tensors |= {"x": call.tensors.get("x"), "residual": residual}
+    args: dict[str, Argument] = {**tensors, **places(flat, **tensors), "scale": scale, "bias": bias}
+    args |= {"total_rows": rows, "total_columns": columns}
     constants = {
         "ACT": act_of(call),
         "HAS_SCALE": scale is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "INNER": two_levels,
-        "FLAT": not by_rows(call),
+        "FLAT": flat,
         "ROWS": config.rows,
         "BLOCK": config.block,
     }
-    return args, constants
-
-
-def _programs(call: Call, config: Config) -> int:
-    shape = rows_and_columns(call)
-    rows, columns = (shape.rows, shape.columns) if by_rows(call) else (1, shape.numel)
-    return math.ceil(rows / config.rows) * math.ceil(columns / config.block)
+    return triton.cdiv(rows, config.rows) * triton.cdiv(columns, config.block), args, constants
 
 
 def forward(call: Call, config: Config) -> Launch:
     """scale_bias_add and bias_act."""
-    args, constants = _shared(call, config)
+    programs, args, constants = _shared(call, config)
     args["y"] = call.y
-    return Launch(affine_forward, (_programs(call, config), 1, 1), args, constants, {"num_warps": config.num_warps})
+    return Launch(affine_forward, (programs, 1, 1), args, constants, {"num_warps": config.num_warps})
 
 
 def backward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
     """Their gradients."""
-    args, constants = _shared(call, config)
+    programs, args, constants = _shared(call, config, dy=call.dy)
     dy, sums = call.dy, summed(call)
-    blocks = math.ceil(dy.columns / config.block)
-    tiles, programs = math.ceil(dy.rows / config.rows), _programs(call, config)
-    groups = tiles
+    blocks, groups = triton.cdiv(dy.columns, config.block), triton.cdiv(dy.rows, config.rows)
     if sums:
-        groups = min(tiles, max(1, call.device.multiprocessors * config.per_sm // blocks))
+        groups = min(groups, max(1, call.device.multiprocessors * config.per_sm // blocks))
         programs = groups * blocks
     partials = Scratch("partials", (len(sums), groups, dy.columns)) if sums else None
-    args |= {"dy": dy, "dx": call.tensors.get("dx"), "partials": partials, "groups": groups}
-    args |= {**places(constants["INNER"], dy=dy), "dy_step": None if dy.column_stride == 1 else dy.column_stride}
+    args |= {"dx": call.tensors.get("dx"), "partials": partials, "groups": groups}
     constants |= {
         "READS_X": constants["ACT"] != "" or "dscale" in sums,
         "NEEDS_DX": call.has("dx"),
         "NEEDS_DSCALE": "dscale" in sums,
         "NEEDS_DBIAS": "dbias" in sums,
-        "DY_UNIT": dy.column_stride == 1,
         "STAGES": config.get("stages", 1),
     }
-    options = {"num_warps": config.num_warps}
-    first = Launch(affine_backward, (programs, 1, 1), args, constants, options)
-    return (first, _sum_launch(call, partials, list(sums.values()))) if partials is not None else first
-
-
-def _sum_launch(call: Call, partials: Scratch, outputs: list[TensorFacts]) -> Launch:
-    """Partial rows in one or two reads, and about as many blocks as there are multiprocessors."""
-    sums, groups, columns = partials.shape
-    rows = min(256, max(16, triton.next_power_of_2(groups)))
-    block = max(8, min(128, 8192 // rows))
-    while block > 8 and sums * math.ceil(columns / block) < call.device.multiprocessors * 3 // 4:
-        block //= 2
-    args: dict[str, Argument] = {"partials": partials, "first": outputs[0], "second": outputs[-1]}
-    return Launch(
-        sum_partials,
-        (math.ceil(columns / block), sums, 1),
-        {**args, "groups": groups, "total_columns": columns},
-        {"BOTH": sums > 1, "ROWS": rows, "COLUMNS": block},
-        {"num_warps": max(1, min(8, rows * block // 512))},
-    )
+    first = Launch(affine_backward, (programs, 1, 1), args, constants, {"num_warps": config.num_warps})
+    return first if partials is None else (first, sum_groups(call, partials, *sums.values()))

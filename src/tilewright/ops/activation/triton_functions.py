@@ -6,11 +6,16 @@ Families that fuse an activation into kernels of their own take them from here.
 import triton
 import triton.language as tl
 
+from tilewright.ops.activation.functions import LOG2E as _LOG2E
+from tilewright.ops.activation.functions import TAIL as _TAIL
+from tilewright.ops.activation.functions import TAIL_STEP as _TAIL_STEP
+
 CUBIC = tl.constexpr(0.044715)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 FLAT_SQUARE = tl.constexpr(4096.0)  # the square of functions.FLAT
+HALF_LOG2E = tl.constexpr(0.5 * _LOG2E)
+TAIL, TAIL_STEP, DEGREE = tl.constexpr(_TAIL), tl.constexpr(_TAIL_STEP), tl.constexpr(len(_TAIL) - 1)
 
 
 @triton.jit
@@ -20,8 +25,29 @@ def logistic(z):
 
 
 @triton.jit
+def logistics(z):
+    """(s(z), s(-z)) of one exponential and one quotient. The exponential may be infinite: its reciprocal is 0, and
+    until then the smaller of the two is as small as a float32 can be; exp(-|z|) is flushed to 0 before."""
+    far = 1.0 / (1.0 + tl.exp(tl.abs(z)))
+    near = 1.0 - far
+    return tl.where(z < 0.0, far, near), tl.where(z < 0.0, near, far)
+
+
+@triton.jit
 def inner(g):
     return TWICE_ROOT * g * (1.0 + CUBIC * g * g)
+
+
+@triton.jit
+def normal(g):
+    """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
+    t = 1.0 / (1.0 + TAIL_STEP * tl.abs(g))
+    ratio = t * TAIL[DEGREE] + TAIL[DEGREE - 1]
+    for i in tl.static_range(2, DEGREE + 1):
+        ratio = ratio * t + TAIL[DEGREE - i]
+    bell = tl.exp2(-HALF_LOG2E * (g * g))
+    tail = ratio * bell
+    return tl.where(g < 0.0, tail, 1.0 - tail), bell
 
 
 @triton.jit
@@ -38,27 +64,28 @@ def activation(g, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         return g * logistic(inner(g))
     else:
-        return g * (0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)))
+        return g * normal(g)[0]
 
 
 @triton.jit
-def slope(g, ACT: tl.constexpr):
-    """act'(g). 1 - s(z) is written s(-z), which does not cancel."""
+def act_and_slope(g, ACT: tl.constexpr):
+    """act(g) and act'(g), for what they share. 1 - s(z) is s(-z), which does not cancel."""
     if ACT == "none":
-        return tl.full(g.shape, 1.0, tl.float32)
+        return g, tl.full(g.shape, 1.0, tl.float32)
     elif ACT == "relu":
-        return tl.where(g <= 0.0, 0.0, 1.0)
+        return activation(g, ACT), tl.where(g <= 0.0, 0.0, 1.0)
     elif ACT == "relu2":
-        return tl.where(g <= 0.0, 0.0, 2.0 * g)
+        return activation(g, ACT), tl.where(g <= 0.0, 0.0, 2.0 * g)
     elif ACT == "silu":
-        return logistic(g) * (1.0 + g * logistic(-g))
+        s, rest = logistics(g)
+        return g * s, s * (1.0 + g * rest)
     elif ACT == "gelu_tanh":
-        z = inner(g)
-        s = logistic(z)
+        s, rest = logistics(inner(g))
         square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
-        return s + g * (s * logistic(-z) * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
+        return g * s, s + g * (s * rest * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
     else:
-        return 0.5 * (1.0 + tl.math.erf(g * ROOT_HALF)) + g * (DENSITY * tl.exp(-0.5 * g * g))
+        below, bell = normal(g)
+        return g * below, below + g * (DENSITY * bell)
 
 
 @triton.jit
@@ -67,6 +94,6 @@ def chain(upstream, g, ACT: tl.constexpr):
     if ACT == "none":
         return upstream
     elif ACT == "relu" or ACT == "relu2":
-        return tl.where(g <= 0.0, 0.0, upstream * slope(g, ACT))
+        return tl.where(g <= 0.0, 0.0, upstream * act_and_slope(g, ACT)[1])
     else:
-        return upstream * slope(g, ACT)
+        return upstream * act_and_slope(g, ACT)[1]

@@ -47,19 +47,36 @@ def _count(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
     return masks(indices, weight.shape[0], padding_idx)[0].sum(-1).float()
 
 
+def _places(weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
+    """Where among all ids, in order, are those that count."""
+    return masks(indices, weight.shape[0], padding_idx)[0].reshape(-1).nonzero().reshape(-1)
+
+
 def _check(call: Call) -> None:
-    weight, indices = call.weight, call.indices
+    weight: TensorFacts = call.weight
     if len(weight.shape) != 2 or not weight.shape[0]:
         raise InvalidArgument(call.op, "weight", f"shape {list(weight.shape)}", "needs [V, D] with a row at least")
     wide_rows(call, "weight")
     floating(call, "weight")
+    check_ids(call)
+    if "out_of_range" in call.options:
+        one_of(call, "out_of_range", "error", "skip")
+
+
+def check_ids(call: Call) -> None:
+    indices: TensorFacts = call.indices
     if indices.dtype not in (torch.int64, torch.int32):
         dtype = DTYPE_NAMES.get(indices.dtype, str(indices.dtype).removeprefix("torch."))
         raise InvalidArgument(call.op, "indices", f"dtype {dtype}", "takes int64, int32")
     if not indices.shape:
         raise InvalidArgument(call.op, "indices", "a scalar", "needs [..., L], a bag in the last dimension")
-    if "out_of_range" in call.options:
-        one_of(call, "out_of_range", "error", "skip")
+
+
+def check_count(call: Call) -> None:
+    """As forward saves it."""
+    bags, count = call.indices.shape[:-1], call["count"]
+    if count.shape != bags or count.dtype != torch.float32 or not count.contiguous:
+        raise InvalidArgument(call.op, "count", str(count), f"needs contiguous fp32{list(bags)}, as forward saves it")
 
 
 def _check_backward(call: Call) -> None:
@@ -69,9 +86,7 @@ def _check_backward(call: Call) -> None:
     if call.dout.shape != (*bags, call.weight.columns):
         wanted = [*bags, call.weight.columns]
         raise InvalidArgument(call.op, "dout", f"shape {list(call.dout.shape)}", f"needs {wanted}")
-    count = call["count"]
-    if count.shape != bags or count.dtype != torch.float32 or not count.contiguous:
-        raise InvalidArgument(call.op, "count", str(count), f"needs contiguous fp32{list(bags)}, as forward saves it")
+    check_count(call)
 
 
 def _check_values(tensors: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> None:
@@ -88,7 +103,7 @@ def _check_values(tensors: Mapping[str, Tensor | None], options: Mapping[str, An
         )
 
 
-def _ids(
+def some_ids(
     shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str, sizes: Mapping[str, int]
 ) -> Tensor:
     """Ids with repeats: some rows are hot, some ids are the usual padding, the last of several bags is all padding."""
@@ -129,7 +144,7 @@ def _table_bytes(call: Call) -> int:
     return rows * weight.columns * weight.dtype.itemsize
 
 
-_SIZES = {"V": 61, "L": 13}
+SIZES = {"V": 61, "L": 13}
 _OTHERS = ({"padding_idx": None}, {"padding_idx": 3})
 
 
@@ -143,6 +158,16 @@ _OTHERS = ({"padding_idx": None}, {"padding_idx": 3})
         takes={"indices": "indices", "count": "count", "weight": "weight"},
         gives={"weight": "dweight"},
     ),
+    gradient_if={
+        "sparse_grad": Gradient(
+            "embedding_bag_mean_sparse_backward",
+            grads={"out": "dout"},
+            takes={"indices": "indices", "count": "count"},
+            finds={"places": Saved(lambda t, o: ((math.prod(t["indices"].shape),), torch.int64), _places)},
+            gives={"weight": "values"},
+            coo={"values": "ids"},
+        )
+    },
     check=_check,
     check_values=_check_values,
     cost=lambda call: (
@@ -153,17 +178,22 @@ _OTHERS = ({"padding_idx": None}, {"padding_idx": 3})
     probes=Probes(
         dims={"weight": "V C", "indices": "M L"},
         options=({}, *_OTHERS, {"out_of_range": "skip"}, {"padding_idx": None, "out_of_range": "skip"}),
-        sizes=_SIZES,
-        values={"indices": _ids},
+        sizes=SIZES,
+        values={"indices": some_ids},
         dtypes={"indices": (torch.int32,)},
         tables=("weight",),
         long=("V",),
         derive=_derive,
     ),
-    workloads=workloads.BAGS,
+    workloads=(*workloads.BAGS, *workloads.SPARSE),
 )
 def embedding_bag_mean(
-    weight: Tensor, indices: Tensor, *, padding_idx: int | None = 0, out_of_range: str = "error"
+    weight: Tensor,
+    indices: Tensor,
+    *,
+    padding_idx: int | None = 0,
+    out_of_range: str = "error",
+    sparse_grad: bool = False,
 ) -> Tensor:
     """The mean of each bag's rows of a table: `torch.nn.functional.embedding_bag(mode="mean")` on bags of one size.
 
@@ -178,6 +208,9 @@ def embedding_bag_mean(
         out_of_range: what an id is that is neither a row of the table nor padding. "error": `OutOfRange` (an
             IndexError) on a CPU; elsewhere, where nothing may wait for the device, the bag's row is NaN. "skip": it
             counts for nothing. Either way it gets no gradient.
+        sparse_grad: whether the gradient of weight is a sparse COO tensor, one entry for each id that counts,
+            uncoalesced, as `torch.optim.SGD` and `SparseAdam` take it. Its size depends on values, for which the host
+            waits: there is none in the capture of a CUDA graph or under torch.compile.
 
     Returns:
         out: [..., D] in the dtype of weight, contiguous. Summed in float32, rounded once.
@@ -185,6 +218,7 @@ def embedding_bag_mean(
     Raises:
         InvalidArgument: wrong dtype, a table without rows or columns, or another `out_of_range`.
         OutOfRange: see there.
+        Unsupported: `sparse_grad` and a gradient asked for where nothing may wait.
     """
     return _mean(weight, indices, padding_idx, out_of_range).to(weight.dtype)
 
@@ -199,13 +233,13 @@ def embedding_bag_mean(
         2 * call.indices.numel * call.weight.columns,
     ),
     error_scale=lambda t, o: {
-        "dweight": _add_at(t["indices"], _share(t["dout"].abs(), t["count"]), t["weight"].shape[0], o["padding_idx"])
+        "dweight": _add_at(t["indices"], share_of(t["dout"].abs(), t["count"]), t["weight"].shape[0], o["padding_idx"])
     },
     probes=Probes(
         dims={"dout": "M C", "indices": "M L", "count": "M", "weight": "V C"},
         options=({}, *_OTHERS),
-        sizes=_SIZES,
-        values={"indices": _ids},
+        sizes=SIZES,
+        values={"indices": some_ids},
         dtypes={"indices": (torch.int32,)},
         long=("V",),
         derive=_derive_backward,
@@ -227,10 +261,10 @@ def embedding_bag_mean_backward(
     Returns:
         dweight: shape and dtype of weight, every row of it, 0 where no id points. Summed in float32, rounded once.
     """
-    share = _share(upcast(dout), count)
+    share = share_of(upcast(dout), count)
     return _add_at(indices, share, weight.shape[0], padding_idx).to(weight.dtype)
 
 
-def _share(dout: Tensor, count: Tensor) -> Tensor:
+def share_of(dout: Tensor, count: Tensor) -> Tensor:
     """What each id of a bag gets."""
     return dout / count.clamp(min=1.0).unsqueeze(-1)

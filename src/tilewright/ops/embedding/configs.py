@@ -1,7 +1,6 @@
 """How a call of the embedding family is cut into programs and threads, best guess first. Needs no Triton or TileLang.
 
-A gather only waits for memory: a guess is about 16 bytes a thread and access, and about enough rows under way. Nothing
-here was measured yet.
+A gather only waits for memory: a guess is about 16 bytes a thread and access, and about enough rows under way.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ import torch
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 
 WIDEST = 1024
 """Columns of one program; wider rows are cut."""
-
-
-def power_of_2_at_least(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def position_dtype(count: int) -> torch.dtype:
@@ -47,7 +43,7 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     weight: TensorFacts = call.weight
     bags = power_of_2_at_least(call.indices.rows)
     found: list[Config] = []
-    wanted = [(4, 1, 8), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 4), (1, 1, 8)]
+    wanted = [(4, 2, 4), (4, 1, 4), (8, 2, 4), (4, 1, 8), (2, 1, 8), (1, 1, 8)]
     few = bags <= 4 * call.device.multiprocessors  # the time of one bag counts
     for warps, accesses, ahead in [(8, 1, 4), (4, 1, 4), *wanted] if few else wanted:
         elements = 32 * warps * accesses * vector(weight)
@@ -59,13 +55,15 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
 
 
 def sorted_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `rows` and `block` columns a program; `chunk` occurrences that one program adds up; `num_warps`."""
+    """Keys: `rows` and `block` columns a program; `ahead` occurrences of each row under way; `chunk` occurrences that
+    one program adds up; `num_warps`."""
     weight: TensorFacts = call.weight
     found = []
-    for warps, accesses, chunk in ((4, 2, 64), (4, 1, 64), (4, 4, 64), (2, 2, 64), (1, 2, 32), (4, 2, 256)):
+    wanted = ((4, 1, 2, 64), (2, 1, 4, 64), (4, 1, 1, 64), (4, 1, 4, 128), (1, 1, 4, 64))
+    for warps, accesses, ahead, chunk in wanted:
         elements = 32 * warps * accesses * vector(call.dout)
         rows, block = _tile(weight.columns, elements, power_of_2_at_least(weight.rows))
-        found.append(Config(rows=rows, block=block, chunk=chunk, num_warps=warps))
+        found.append(Config(rows=rows, block=block, ahead=ahead, chunk=chunk, num_warps=warps))
     return tuple(dict.fromkeys(found))
 
 
@@ -80,16 +78,12 @@ def atomic_configs(call: Call) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(found))
 
 
-MOST_PROGRAMS = 1 << 30
-"""Of a TileLang launch: its grid is int32. A power of two, so that a call class has one answer."""
-
-
 def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program takes one bag, or one row of the table."""
     facts = call.weight if "dweight" in call.tensors else call.indices
     blocks = power_of_2_at_least(-(-call.weight.columns // 32))
-    if power_of_2_at_least(facts.rows) * blocks > MOST_PROGRAMS:
-        yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_PROGRAMS // blocks}")
+    if power_of_2_at_least(facts.rows) * blocks > MOST_BLOCKS:
+        yield Reason(facts.name, f"{facts.rows} rows; takes {MOST_BLOCKS // blocks}")
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:

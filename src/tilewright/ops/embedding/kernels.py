@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.embedding import configs, vendor
+from tilewright.ops.embedding import configs, sparse_configs, vendor
 
 _HERE = "tilewright.ops.embedding"
 _GPUS = (cuda(80), hip("gfx942"))
@@ -49,12 +49,30 @@ TILELANG_KERNELS = [
     )
 ]
 
+SPARSE_KERNELS = [
+    Kernel(
+        "embedding_bag_mean_sparse_backward",
+        "triton",
+        f"{_HERE}.triton_sparse:backward",
+        Capability(_GPUS, limits=(row_levels("indices", "dout"),)),
+        sparse_configs.triton_configs,
+    ),
+    Kernel(
+        "embedding_bag_mean_sparse_backward",
+        "tilelang",
+        f"{_HERE}.tilelang_sparse:backward",
+        Capability((cuda(80),), limits=(row_levels("indices", "dout"), sparse_configs.few_enough)),
+        sparse_configs.tilelang_configs,
+        files=("tilelang_sparse_programs.py", "tilelang_programs.py"),
+    ),
+]
+
 VENDOR_KERNELS = [
     Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=limits), label="aten")
     for op, limits in (
         ("embedding_bag_mean", (vendor.one_rounding, vendor.a_row_to_leave_out)),
-        ("embedding_bag_mean_backward", (vendor.one_rounding,)),
+        ("embedding_bag_mean_backward", (vendor.on_a_cpu, vendor.one_rounding)),
     )
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *SPARSE_KERNELS, *VENDOR_KERNELS]

@@ -28,15 +28,32 @@ def _padding(o: Options) -> int | None:
 
 
 def _eager(t: Tensors, o: Options) -> Run:
-    return functools.partial(F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o))
+    """torch's function; `sparse_grad` is its `sparse`."""
+    return functools.partial(
+        F.embedding_bag, t["indices"], t["weight"], mode="mean", padding_idx=_padding(o), sparse=o["sparse_grad"]
+    )
+
+
+def _gather(t: Tensors, o: Options) -> Run:
+    """Rows first, then their mean. Its gradient is aten's index_add_, which adds with atomics."""
+    weight, ids, padding = t["weight"], t["indices"], _padding(o)
+    counted = torch.ones_like(ids, dtype=weight.dtype) if padding is None else (ids != padding).to(weight.dtype)
+    share = (counted / counted.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+
+    def run() -> Tensor:
+        rows = weight.index_select(0, ids.reshape(-1)).view(*ids.shape, weight.shape[-1])
+        mean: Tensor = (rows * share).sum(-2)
+        return mean
+
+    return run
 
 
 @functools.cache
-def _compiled(padding: int | None, signature: tuple[Any, ...]) -> Callable[..., Any]:
+def _compiled(padding: int | None, sparse: bool, signature: tuple[Any, ...]) -> Callable[..., Any]:
     """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
 
     def embedding_bag(indices: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding)
+        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding, sparse=sparse)
 
     embedding_bag.__code__ = embedding_bag.__code__.replace()
     return torch.compile(embedding_bag, dynamic=False, fullgraph=True)
@@ -48,7 +65,7 @@ def _compile(t: Tensors, o: Options) -> Run:
 
     arguments = (t["indices"], t["weight"])
     signature = tuple((a.shape, a.stride(), a.dtype, a.requires_grad) for a in arguments)
-    compiled = _compiled(_padding(o), signature)
+    compiled = _compiled(_padding(o), o["sparse_grad"], signature)
 
     def run() -> Any:
         # a graph that is kept for many backwards may not donate its buffers
@@ -58,4 +75,4 @@ def _compile(t: Tensors, o: Options) -> Run:
     return run if t["weight"].requires_grad else functools.partial(compiled, *arguments)
 
 
-PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile}}
+PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile, "index_select": _gather}}

@@ -16,18 +16,12 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch, Stage, TorchStep
 from tilewright.ops.embedding.bag import masks
 from tilewright.ops.embedding.configs import position_dtype, vector
+from tilewright.ops.tilelang_places import NAMES, row_places
 
 _HERE = "tilewright.ops.embedding.tilelang_programs"
 MEAN = Program(f"{_HERE}:bag_mean")
 CHUNKS = Program(f"{_HERE}:chunk_sums")
 SEGMENTS = Program(f"{_HERE}:segment_sums")
-NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 
 
 def forward(call: Call, config: Config) -> Launch:
@@ -49,7 +43,7 @@ def forward(call: Call, config: Config) -> Launch:
         "out": call.out,
         "count": call["count"],
         "weight_stride": weight.row_levels[-1][1] // cut["unit"],
-        **_places("indices", indices, 1),
+        **row_places("indices", indices, 1),
         "ids": indices.columns,
         "table_rows": weight.rows,
         "padding": 0 if call.padding_idx is None else call.padding_idx,
@@ -85,7 +79,7 @@ def backward(call: Call, config: Config) -> tuple[Stage, ...]:
         "count": call["count"],
         "order": order,
         "partials": partials,
-        **_places("dout", dout, cut["unit"]),
+        **row_places("dout", dout, cut["unit"]),
         "ids": indices.columns,
     }
     sort = {"indices": indices, "in_order": in_order, "order": order, "starts": starts}
@@ -121,14 +115,3 @@ def _cut(facts: TensorFacts, config: Config) -> tuple[dict[str, Any], int]:
         "unit": vec,
     }
     return constants, -(-facts.columns // width)
-
-
-def _places(name: str, facts: TensorFacts, unit: int) -> dict[str, Argument]:
-    levels = facts.row_levels
-    inner, stride = levels[-1]
-    return {
-        f"{name}_inner": inner,
-        f"{name}_outer": (levels[0][1] if len(levels) == 2 else 0) // unit,
-        f"{name}_stride": stride // unit,
-        f"{name}_step": facts.column_stride,
-    }

@@ -12,7 +12,8 @@ from typing import Any
 
 import tilelang.language as T
 
-F32 = "float32"
+from tilewright.ops.tilelang_rows import F32, f32, row_start, tile
+
 NAN_BITS = 0x7FC00000
 
 
@@ -20,16 +21,8 @@ def wide(value: Any) -> Any:
     return T.Cast("int64", value)
 
 
-def sum_tile(width: int, vec: int, threads: int) -> Any:
-    """Registers for the columns of a block: neighbouring threads hold neighbouring vectors."""
-    made = T.alloc_fragment((width,), F32)
-    layout = T.Fragment((width,), forward_fn=lambda j: ((j // vec) % threads, (j // (vec * threads)) * vec + j % vec))
-    T.annotate_layout({made: layout})
-    return made
-
-
 def row_tile(ahead: int, width: int, vec: int, threads: int, dtype: str) -> Any:
-    """The same for `ahead` rows."""
+    """Registers for the block's columns of `ahead` rows, each beside the element of `tile` that it is added to."""
     made = T.alloc_fragment((ahead, width), dtype)
     each = width // threads
     layout = T.Fragment(
@@ -38,14 +31,6 @@ def row_tile(ahead: int, width: int, vec: int, threads: int, dtype: str) -> Any:
     )
     T.annotate_layout({made: layout})
     return made
-
-
-def start_of(levels: int, row: Any, place: tuple[Any, Any, Any], unit: int) -> Any:
-    """Where a row starts: in one level of strides, or in two (`inner` rows to a block, `outer` apart)."""
-    inner, outer, stride = place
-    if levels == 2:
-        return T.truncdiv(row, inner) * (outer * unit) + T.truncmod(row, inner) * (stride * unit)
-    return row * (stride * unit)
 
 
 def bag_mean(
@@ -66,8 +51,8 @@ def bag_mean(
         with T.Kernel(programs, threads=threads) as block:
             bag = wide(T.truncdiv(block, blocks))
             first = T.truncmod(block, blocks) * width
-            start = start_of(levels, bag, (indices_inner, indices_outer, indices_stride), 1)
-            total = sum_tile(width, vec, threads)
+            start = row_start(levels, 1, bag, (indices_inner, indices_outer, indices_stride))
+            total = tile(vec, threads, width // (vec * threads))
             rows = row_tile(ahead, width, vec, threads, dtype)
             one = T.alloc_local((ahead,), "int64")
             state = T.alloc_local((2,), "int32")  # ids that count, and whether one is bad
@@ -93,8 +78,8 @@ def bag_mean(
                                 rows[a, j] = weight[one[a] * (weight_stride * unit) + (first + j)]
                 for a in T.unroll(ahead):
                     for j in T.Parallel(width):
-                        total[j] = total[j] + T.Cast(F32, rows[a, j])
-            many = T.max(T.Cast(F32, state[0]), T.float32(1.0))
+                        total[j] = total[j] + f32(rows[a, j])
+            many = T.max(f32(state[0]), T.float32(1.0))
             for j in T.Parallel(width):
                 if first + j < columns:
                     mean = total[j] / many
@@ -103,7 +88,7 @@ def bag_mean(
                     out[bag * columns + (first + j)] = T.Cast(dtype, mean)
             if save:
                 if (first == 0) & (T.get_thread_binding() == 0):
-                    count[bag] = T.Cast(F32, state[0])
+                    count[bag] = f32(state[0])
 
     return embedding_bag_mean
 
@@ -127,10 +112,10 @@ def add_shares(total, rows, dout, count, order, many, bags, one, columns, first,
         if one[a] >= 0:
             for j in T.Parallel(rows.shape[1]):
                 if first + j < columns:
-                    rows[a, j] = dout[start_of(levels, bags[a], place[:3], unit) + (first + j) * place[4]]
+                    rows[a, j] = dout[row_start(levels, unit, bags[a], place) + (first + j) * place[4]]
     for a in T.unroll(rows.shape[0]):
         for j in T.Parallel(rows.shape[1]):
-            total[j] = total[j] + T.Cast(F32, rows[a, j]) / many[a]
+            total[j] = total[j] + f32(rows[a, j]) / many[a]
 
 
 def chunk_sums(
@@ -153,7 +138,7 @@ def chunk_sums(
             begin = index * chunk
             key = keys[begin]
             if (key == keys[begin + (chunk - 1)]) & (wide(key) < table_rows):
-                total = sum_tile(width, vec, threads)
+                total = tile(vec, threads, width // (vec * threads))
                 rows = row_tile(ahead, width, vec, threads, dtype)
                 one = T.alloc_local((ahead,), "int64")
                 bags = T.alloc_local((ahead,), "int64")
@@ -196,7 +181,7 @@ def segment_sums(
             chunks = T.max(T.truncdiv(end, T.int64(chunk)) - chunk_first, T.int64(0))
             head = T.if_then_else(chunks > 0, chunk_first * chunk, end) - begin
             singles = end - begin - chunks * chunk
-            total = sum_tile(width, vec, threads)
+            total = tile(vec, threads, width // (vec * threads))
             rows = row_tile(ahead, width, vec, threads, dtype)
             one = T.alloc_local((ahead,), "int64")
             bags = T.alloc_local((ahead,), "int64")

@@ -10,17 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch
-
-
-@triton.jit
-def row_start(row, stride, outer, inner, LEVELS: tl.constexpr):
-    """Where a row lies: in one level of strides or in two (`inner` rows to a block, `outer` apart). int64."""
-    if LEVELS == 2:
-        return (row // inner) * outer + (row % inner) * stride
-    else:
-        return row * stride
+from tilewright.ops.triton_rows import row_places, row_start, tile_place
 
 
 @triton.jit
@@ -34,21 +26,20 @@ def standing_of(ids, inside, table_rows, padding, HAS_PADDING: tl.constexpr):
     return real & in_table, real & (in_table == 0)
 
 
-@triton.jit(do_not_specialize=["total_bags", "ids", "indices_inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total_bags", "ids", "indices_count", "table_rows", "padding"])
 def bag_mean(
-    weight, indices, out, count, weight_stride, indices_stride, indices_outer, indices_inner, step, total_bags, ids,
+    weight, indices, out, count, weight_stride, indices_stride, indices_outer, indices_count, step, total_bags, ids,
     total_columns, table_rows, padding,
-    HAS_PADDING: tl.constexpr, NAN: tl.constexpr, SAVE: tl.constexpr, LEVELS: tl.constexpr, UNIT: tl.constexpr,
+    HAS_PADDING: tl.constexpr, NAN: tl.constexpr, SAVE: tl.constexpr,
     EVEN: tl.constexpr, BAGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = the mean over each bag; count = how many of its ids count, if SAVE. NAN: a bad id makes its bag NaN."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
     parts = tl.arange(0, BAGS * SPLIT).to(tl.int64)
-    bags = (program // blocks) * BAGS + parts // SPLIT
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    bags = down * BAGS + parts // SPLIT
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
-    first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
+    first = indices + row_start(bags, indices_stride, indices_outer, indices_count)
     total = tl.zeros([BAGS * SPLIT, BLOCK], tl.float32)
     counted = tl.zeros([BAGS * SPLIT], tl.int32)
     spoilt = tl.zeros([BAGS * SPLIT], tl.int32)
@@ -57,7 +48,7 @@ def bag_mean(
             place = start + ahead * SPLIT + parts % SPLIT
             inside = has_bag & (place < ids)
             # ids are one-dimensional up to here: in two dimensions every thread would load one for each of its columns
-            one = tl.load(first + (place if UNIT else place * step), mask=inside, other=0).to(tl.int64)
+            one = tl.load(first + (place if step is None else place * step), mask=inside, other=0).to(tl.int64)
             counts, bad = standing_of(one, inside, table_rows, padding, HAS_PADDING)
             mask = counts[:, None] if EVEN else counts[:, None] & has_column
             row = tl.load(weight + (one * weight_stride)[:, None] + columns[None, :], mask=mask, other=0.0)
@@ -69,7 +60,7 @@ def bag_mean(
         total = tl.sum(tl.reshape(total, [BAGS, SPLIT, BLOCK]), axis=1)
         counted = tl.sum(tl.reshape(counted, [BAGS, SPLIT]), axis=1)
         spoilt = tl.max(tl.reshape(spoilt, [BAGS, SPLIT]), axis=1)
-        bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
+        bags = down * BAGS + tl.arange(0, BAGS).to(tl.int64)
         has_bag = bags < total_bags
     many = counted.to(tl.float32)
     mean = tl.math.div_rn(total, tl.zeros([BAGS, BLOCK], tl.float32) + tl.maximum(many, 1.0)[:, None])
@@ -78,19 +69,7 @@ def bag_mean(
     mask = has_bag[:, None] if EVEN else has_bag[:, None] & has_column
     tl.store(out + (bags * total_columns)[:, None] + columns[None, :], mean.to(out.dtype.element_ty), mask=mask)
     if SAVE:
-        tl.store(count + bags, many, mask=has_bag & ((program % blocks) == 0))
-
-
-def places(name: str, facts: TensorFacts) -> dict[str, Argument]:
-    """Arguments of `row_start` for a tensor."""
-    levels = facts.row_levels
-    inner, stride = levels[-1]
-    two = len(levels) == 2
-    return {
-        f"{name}_stride": stride,
-        f"{name}_outer": levels[0][1] if two else None,
-        f"{name}_inner": inner if two else None,
-    }
+        tl.store(count + bags, many, mask=has_bag & (across == 0))
 
 
 def padding_of(call: Call) -> tuple[dict[str, Argument], dict[str, bool]]:
@@ -109,7 +88,7 @@ def forward(call: Call, config: Config) -> Launch:
         "out": call.out,
         "count": call["count"],
         "weight_stride": weight.row_levels[-1][1],
-        **places("indices", indices),
+        **row_places("indices", indices),
         "step": None if indices.column_stride == 1 else indices.column_stride,
         "total_bags": indices.rows,
         "ids": indices.columns,
@@ -121,8 +100,6 @@ def forward(call: Call, config: Config) -> Launch:
         **has_padding,
         "NAN": call.out_of_range == "error",
         "SAVE": call.saving,
-        "LEVELS": len(indices.row_levels),
-        "UNIT": indices.column_stride == 1,
         "EVEN": weight.columns % config.block == 0,
         "BAGS": config.bags,
         "SPLIT": config.split,

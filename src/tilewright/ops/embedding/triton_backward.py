@@ -20,25 +20,24 @@ from torch import Tensor
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch, Stage, TorchStep
 from tilewright.ops.embedding.configs import position_dtype
-from tilewright.ops.embedding.triton import padding_of, places, row_start, standing_of
+from tilewright.ops.embedding.triton import padding_of, standing_of
+from tilewright.ops.triton_rows import row_places, row_start, tile_place
 
 KEYS = 1024
 """Occurrences, or rows of the table, that one program of the small kernels takes."""
-AHEAD = 2
-"""Occurrences of each row that a program of `segment_sums` reads at a time: most rows have few."""
 SPLIT = 8
 """Occurrences that a program of `chunk_sums` reads at a time, where the rows are not too wide for that."""
 
 
-@triton.jit(do_not_specialize=["total", "ids", "indices_inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total", "ids", "indices_count", "table_rows", "padding"])
 def bag_keys(
-    indices, keys, indices_stride, indices_outer, indices_inner, step, total, ids, table_rows, padding,
-    HAS_PADDING: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    indices, keys, indices_stride, indices_outer, indices_count, step, total, ids, table_rows, padding,
+    HAS_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The id of each occurrence that counts; of every other one the number of rows, which sorts behind all ids."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
-    first = row_start(place // ids, indices_stride, indices_outer, indices_inner, LEVELS)
+    first = row_start(place // ids, indices_stride, indices_outer, indices_count)
     one = tl.load(indices + first + (place % ids) * step, mask=inside, other=0).to(tl.int64)
     counts, _ = standing_of(one, inside, table_rows, padding, HAS_PADDING)
     tl.store(keys + place, tl.where(counts, one, table_rows).to(keys.dtype.element_ty), mask=inside)
@@ -64,27 +63,25 @@ def segment_starts(keys, starts, total, table_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def bag_share(
-    dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_inner, dout_step,
-    LEVELS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr,
+    dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_count, dout_step,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """dout / count of the bags at `position` of the sorted order, in float32; 0 where `mask` says so."""
+    """dout * (1 / count) of the bags at `position` of the sorted order, in float32; 0 where `mask` says so."""
     occurrence = tl.load(order + position, mask=inside, other=0)
     if NARROW:  # a division of 32 bits costs half of one of 64
         bag = (occurrence.to(tl.int32) // ids.to(tl.int32)).to(tl.int64)
     else:
         bag = occurrence // ids
     many = tl.load(count + bag, mask=inside, other=1.0)
-    place = row_start(bag, dout_stride, dout_outer, dout_inner, LEVELS)[:, None]
-    place += (columns if UNIT else columns.to(tl.int64) * dout_step)[None, :]
-    share = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.math.div_rn(share, tl.zeros_like(share) + many[:, None])
+    place = row_start(bag, dout_stride, dout_outer, dout_count)[:, None]
+    place += (columns if dout_step is None else columns.to(tl.int64) * dout_step)[None, :]
+    return tl.load(dout + place, mask=mask, other=0.0).to(tl.float32) * (1.0 / many)[:, None]
 
 
-@triton.jit(do_not_specialize=["ids", "dout_inner", "table_rows"])
+@triton.jit(do_not_specialize=["ids", "dout_count", "table_rows"])
 def chunk_sums(
-    dout, count, keys, order, partials, ids, total_columns, table_rows, dout_stride, dout_outer, dout_inner, dout_step,
-    LEVELS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dout, count, keys, order, partials, ids, total_columns, table_rows, dout_stride, dout_outer, dout_count, dout_step,
+    NARROW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum over each whole chunk of the sorted order that belongs to one row of the table."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -99,23 +96,22 @@ def chunk_sums(
             position = start + offset + tl.arange(0, SPLIT)
             total += bag_share(
                 dout, count, order, position, inside, columns, has_column[None, :], ids, dout_stride, dout_outer,
-                dout_inner, dout_step, LEVELS, UNIT, NARROW,
+                dout_count, dout_step, NARROW,
             )  # fmt: skip
         tl.store(partials + chunk * total_columns + columns, tl.sum(total, axis=0), mask=has_column)
 
 
-@triton.jit(do_not_specialize=["ids", "dout_inner", "table_rows"])
+@triton.jit(do_not_specialize=["ids", "dout_count", "table_rows"])
 def segment_sums(
-    dout, count, order, starts, partials, dweight, ids, total_columns, table_rows, dout_stride, dout_outer, dout_inner,
+    dout, count, order, starts, partials, dweight, ids, total_columns, table_rows, dout_stride, dout_outer, dout_count,
     dout_step,
-    LEVELS: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    NARROW: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dweight: of each row what of its segment lies outside whole chunks, then the chunks, in the sorted order each."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    rows = (program // blocks) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+    rows = down * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_row, has_column = rows < table_rows, columns[None, :] < total_columns
     begin = tl.load(starts + rows, mask=has_row, other=0).to(tl.int64)
     end = tl.load(starts + rows + 1, mask=has_row, other=0).to(tl.int64)
@@ -133,38 +129,38 @@ def segment_sums(
             position = tl.where(place < head, begin, tail) + place
             mask = inside[:, None] if EVEN else inside[:, None] & has_column
             total += bag_share(
-                dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_inner,
-                dout_step, LEVELS, UNIT, NARROW,
+                dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_count,
+                dout_step, NARROW,
             )  # fmt: skip
-    for chunk in tl.range(0, tl.max(chunks, axis=0)):
-        inside = chunk < chunks
-        mask = inside[:, None] if EVEN else inside[:, None] & has_column
-        total += tl.load(partials + ((first + chunk) * total_columns)[:, None] + columns[None, :], mask=mask, other=0.0)
+    if partials is not None:
+        for chunk in tl.range(0, tl.max(chunks, axis=0)):
+            inside = chunk < chunks
+            mask = inside[:, None] if EVEN else inside[:, None] & has_column
+            place = ((first + chunk) * total_columns)[:, None] + columns[None, :]
+            total += tl.load(partials + place, mask=mask, other=0.0)
     mask = has_row[:, None] if EVEN else has_row[:, None] & has_column
     tl.store(
         dweight + (rows * total_columns)[:, None] + columns[None, :], total.to(dweight.dtype.element_ty), mask=mask
     )
 
 
-@triton.jit(do_not_specialize=["total_bags", "ids", "indices_inner", "dout_inner", "table_rows", "padding"])
+@triton.jit(do_not_specialize=["total_bags", "ids", "indices_count", "dout_count", "table_rows", "padding"])
 def bag_scatter(
-    dout, count, indices, sums, indices_stride, indices_outer, indices_inner, step, dout_stride, dout_outer, dout_inner,
+    dout, count, indices, sums, indices_stride, indices_outer, indices_count, step, dout_stride, dout_outer, dout_count,
     dout_step, total_bags, ids, total_columns, table_rows, padding,
-    HAS_PADDING: tl.constexpr, LEVELS: tl.constexpr, DOUT_LEVELS: tl.constexpr, UNIT: tl.constexpr,
-    BAGS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PADDING: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums[id] += dout / count for every id that counts: read once a bag, added with atomics."""
-    blocks = tl.cdiv(total_columns, BLOCK)
-    program = tl.program_id(0).to(tl.int64)
-    bags = (program // blocks) * BAGS + tl.arange(0, BAGS).to(tl.int64)
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    down, across = tile_place(tl.program_id(0), total_columns, BLOCK)
+    bags = down * BAGS + tl.arange(0, BAGS).to(tl.int64)
+    columns = across * BLOCK + tl.arange(0, BLOCK)
     has_bag, has_column = bags < total_bags, columns[None, :] < total_columns
-    place = row_start(bags, dout_stride, dout_outer, dout_inner, DOUT_LEVELS)[:, None]
-    place += (columns if UNIT else columns * dout_step)[None, :]
+    place = row_start(bags, dout_stride, dout_outer, dout_count)[:, None]
+    place += (columns if dout_step is None else columns * dout_step)[None, :]
     share = tl.load(dout + place, mask=has_bag[:, None] & has_column, other=0.0).to(tl.float32)
     many = tl.maximum(tl.load(count + bags, mask=has_bag, other=1.0), 1.0)
-    share = tl.math.div_rn(share, tl.zeros_like(share) + many[:, None])
-    first = indices + row_start(bags, indices_stride, indices_outer, indices_inner, LEVELS)
+    share *= (1.0 / many)[:, None]
+    first = indices + row_start(bags, indices_stride, indices_outer, indices_count)
     for one in tl.range(0, ids):
         row = tl.load(first + one * step, mask=has_bag, other=0).to(tl.int64)
         counts, _ = standing_of(row, has_bag, table_rows, padding, HAS_PADDING)
@@ -203,12 +199,10 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
         "ids": indices.columns,
         "total_columns": columns,
         "table_rows": table_rows,
-        **places("dout", call.dout),
+        **row_places("dout", call.dout),
         "dout_step": None if call.dout.column_stride == 1 else call.dout.column_stride,
     }
     constants = {
-        "LEVELS": len(call.dout.row_levels),
-        "UNIT": call.dout.column_stride == 1,
         "NARROW": total < 2**31,
         "CHUNK": config.chunk,
         "BLOCK": config.block,
@@ -221,12 +215,12 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
             {
                 "indices": indices,
                 "keys": keys,
-                **places("indices", indices),
+                **row_places("indices", indices),
                 "step": indices.column_stride,
                 "total": total,
             }
             | {"ids": indices.columns, "table_rows": table_rows, **padding},
-            {**has_padding, "LEVELS": len(indices.row_levels), "BLOCK": KEYS},
+            {**has_padding, "BLOCK": KEYS},
         ),
         TorchStep(sort, {"keys": keys, "in_order": in_order, "order": order}),
         Launch(
@@ -252,7 +246,7 @@ def by_sorting(call: Call, config: Config) -> tuple[Stage, ...]:
             (triton.cdiv(table_rows, config.rows) * blocks, 1, 1),
             {"dout": call.dout, "count": call["count"], "order": order, "starts": starts, "partials": partials}
             | {"dweight": dweight, **rows},
-            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": AHEAD},
+            {**constants, "EVEN": columns % config.block == 0, "ROWS": config.rows, "AHEAD": config.ahead},
             {"num_warps": config.num_warps},
         )
     )
@@ -270,16 +264,13 @@ def by_atomics(call: Call, config: Config) -> tuple[Stage, ...]:
     scatter = Launch(
         bag_scatter,
         (grid, 1, 1),
-        {"dout": call.dout, "count": call["count"], "indices": indices, "sums": sums, **places("indices", indices)}
-        | {"step": indices.column_stride, **places("dout", call.dout)}
+        {"dout": call.dout, "count": call["count"], "indices": indices, "sums": sums, **row_places("indices", indices)}
+        | {"step": indices.column_stride, **row_places("dout", call.dout)}
         | {"dout_step": None if call.dout.column_stride == 1 else call.dout.column_stride}
         | {"total_bags": indices.rows, "ids": indices.columns, "total_columns": dweight.columns}
         | {"table_rows": dweight.rows, **padding},
         {
             **has_padding,
-            "LEVELS": len(indices.row_levels),
-            "DOUT_LEVELS": len(call.dout.row_levels),
-            "UNIT": call.dout.column_stride == 1,
             "BAGS": config.bags,
             "BLOCK": config.block,
         },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,12 @@ def one_rounding(call: Call) -> Iterable[Reason]:
         yield Reason("weight", f"dtype {DTYPE_NAMES[call.weight.dtype]}: on a CPU aten sums in it", "takes fp32")
 
 
+def on_a_cpu(call: Call) -> Iterable[Reason]:
+    """Measured with torch 2.11 on an H100, 26 ids of 62 rows of 384 columns: the gradient of embedding_bag itself."""
+    if call.device.is_gpu:
+        yield Reason("device", "aten's gradient of bags ends in an illegal memory access on some small calls here")
+
+
 def a_row_to_leave_out(call: Call) -> Iterable[Reason]:
     """What does not count needs a row that aten leaves out, or a bag that is NaN anyway."""
     padding, spoils = call.padding_idx, call.out_of_range == "error"
@@ -35,7 +42,7 @@ def a_row_to_leave_out(call: Call) -> Iterable[Reason]:
 
 
 def embedding_bag_mean(
-    weight: Tensor, indices: Tensor, *, padding_idx: int | None, out_of_range: str, saving: bool
+    weight: Tensor, indices: Tensor, *, padding_idx: int | None, out_of_range: str, saving: bool, **_: Any
 ) -> tuple[Tensor, ...]:
     counted, bad = masks(indices, weight.shape[0], padding_idx)
     *bags, many = indices.shape

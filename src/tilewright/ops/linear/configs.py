@@ -6,11 +6,15 @@ find each other's columns in the L2; warps and pipeline stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
 from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
+from tilewright.ops.configs import power_of_2_at_least
 
 Shape = tuple[int, int, int, int, int]
 """m, n, k, warps, stages."""
@@ -27,6 +31,13 @@ WIDE: tuple[Shape, ...] = (
     (128, 64, 64, 4, 4),
 )
 NARROW: tuple[Shape, ...] = ((64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (64, 128, 64, 8, 3), (64, 256, 64, 8, 3))
+STAYING: tuple[tuple[Shape, int], ...] = (
+    ((128, 256, 64, 8, 4), 16),
+    ((128, 256, 64, 8, 4), 8),
+    ((128, 256, 64, 8, 3), 16),
+    ((128, 128, 64, 8, 4), 8),
+)
+"""Of programs that stay, each with its group: measured on an H100, 968 x 2048 x 32768 and 8192 x 4096 x 14336."""
 FEW: tuple[Shape, ...] = ((16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 32, 128, 4, 4), (16, 64, 64, 4, 3))
 """For rows that fill half a tile, or a sixteenth. A multiprocessor multiplies 64 rows at a time, or 16."""
 SINGLE: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (64, 64, 32, 8, 2), (128, 64, 16, 8, 2), (32, 64, 32, 4, 2))
@@ -39,13 +50,41 @@ MOST_SHARED = {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224, 11
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Of y = x W^T: rows of x, rows of weight."""
-    return _fitting(call, _bucket(call.x.rows), _bucket(call.weight.rows))
+    return _fitting(call, power_of_2_at_least(call.x.rows), power_of_2_at_least(call.weight.rows))
+
+
+def staying_configs(call: Call) -> tuple[Config, ...]:
+    """Of the same by programs that stay. What a tile is stored through takes shared memory beside the stages, and as
+    much again where z is stored too or a residual read."""
+    found = []
+    parts = 2 if call.has("z") or call.has("residual") else 1
+    for (m, n, k, warps, stages), group in STAYING:
+        room = _shared(call.device) * 1024 - parts * m * min(n, 128) * 2
+        fitting = min(stages, room // ((m + n) * k * 2))
+        if fitting >= 2:
+            found.append(Config(m=m, n=n, k=k, group=group, num_warps=warps, num_stages=fitting))
+    return tuple(dict.fromkeys(found))
+
+
+def by_descriptor(call: Call) -> Iterable[Reason]:
+    """Hardware copies of tiles want rows that lie one after another, at multiples of 16 bytes, and fewer than 2^31."""
+    if call.x.dtype == torch.float32:
+        yield Reason("x", "dtype fp32, which tensor cores round", "takes fp16, bf16")
+    for name in ("x", "weight", "y"):
+        facts: TensorFacts = call[name]
+        step = facts.row_levels[0][1] * facts.dtype.itemsize
+        if len(facts.row_levels) > 1 or facts.align < 16 or step % 16 or not 16 <= step < 2**40:
+            yield Reason(name, f"strides {list(facts.stride)}; takes rows at multiples of 16 bytes in one run")
+        elif max(facts.rows, facts.columns) >= 2**31:
+            yield Reason(name, f"{facts.rows} x {facts.columns}; takes sizes below 2^31")
+    if call.x.rows <= 64 and call.device.is_gpu:  # only a matter of time, of which an interpreter has its own
+        yield Reason("x", f"{call.x.rows} rows; half of a tile would be empty")
 
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     """Of both products of the gradient: dx has the rows of x, dweight those of weight."""
     rows = call.x.rows if call.has("dx") else call.weight.rows
-    return _fitting(call, _bucket(rows), _bucket(call.x.columns))
+    return _fitting(call, power_of_2_at_least(rows), power_of_2_at_least(call.x.columns))
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
@@ -53,7 +92,7 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
     if call.x.dtype == torch.float32:
         wanted: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
     else:
-        rows = _bucket(call.x.rows)
+        rows = power_of_2_at_least(call.x.rows)
         wanted = TILES if rows > 64 else (TILES[-1], TILES[1])
     found = _deepest(wanted, _shared(call.device) * 1024, call.x.dtype.itemsize)
     return tuple(Config(m=m, n=n, k=k, group=8, threads=32 * warps, stages=stages) for m, n, k, warps, stages in found)
@@ -88,7 +127,3 @@ def _deepest(wanted: tuple[Shape, ...], room: int, itemsize: int) -> list[Shape]
 
 def _shared(device: Device) -> int:
     return MOST_SHARED.get(device.sm, 64) if device.kind != "cpu" else 224
-
-
-def _bucket(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()

@@ -13,6 +13,17 @@ TRITON_KERNELS = [
     Kernel(
         "linear",
         "triton",
+        f"{_HERE}.triton_descriptors:forward",
+        Capability(
+            (cuda(90, 110),),
+            limits=(unit_stride("x", "weight", "bias", "residual"), row_levels("residual"), configs.by_descriptor),
+        ),
+        configs.staying_configs,
+        label="descriptors",
+    ),
+    Kernel(
+        "linear",
+        "triton",
         f"{_HERE}.triton:forward",
         Capability(
             (cuda(80), hip("gfx942")),

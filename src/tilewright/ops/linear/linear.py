@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,12 +62,18 @@ def _saved_z(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor
     return None if act == "none" else _pre_activation(x, weight, bias).to(x.dtype)
 
 
+def _steps(depth: int) -> float:
+    """How many times 2^-24 of its terms a running sum of `depth` of them may be off. Each of the depth / 16 steps of a
+    tensor core truncates by up to 2^-23 of the sum so far, and that grows as the root of what is summed."""
+    return max(1.0, math.sqrt(depth) / 16.0)
+
+
 def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
     """Terms of z, through the activation at z or a little above it, where an exponential tail is larger; the square of
     a rectifier is steeper there too."""
     kind, bias, residual = o["act"], t["bias"], t["residual"]
     z = _pre_activation(t["x"], t["weight"], bias)
-    terms = torch.matmul(t["x"].abs(), t["weight"].abs().t())
+    terms = torch.matmul(t["x"].abs(), t["weight"].abs().t()) * _steps(t["x"].shape[-1])
     terms = terms if bias is None else terms + bias.abs()
     above = z + terms * 2.0**-22
     slope = torch.maximum(derivative_terms(kind, z), derivative_terms(kind, above))
@@ -75,11 +82,13 @@ def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _scale_backward(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
-    dz = t["dy"].abs() if o["act"] == "none" else t["dy"].abs() * derivative_terms(o["act"], t["z"])
+    dz = t["dy"].abs()
+    if o["act"] != "none":  # dz is rounded for the products, beside what is off in the derivative
+        dz = dz * derivative_terms(o["act"], t["z"]) + chain(o["act"], t["dy"], t["z"]).abs()
     rows = _flat(dz)
     return {
-        "dx": torch.matmul(dz, t["weight"].abs()),
-        "dweight": torch.matmul(rows.t(), _flat(t["x"]).abs()),
+        "dx": torch.matmul(dz, t["weight"].abs()) * _steps(rows.shape[1]),
+        "dweight": torch.matmul(rows.t(), _flat(t["x"]).abs()) * _steps(rows.shape[0]),
         "dbias": rows.sum(0),
     }
 

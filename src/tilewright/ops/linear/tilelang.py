@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.configs import power_of_2_at_least
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of, vector
 
-PRODUCT = Program("tilewright.ops.linear.tilelang_programs:product")
-POINTWISE = Program("tilewright.ops.linear.tilelang_programs:pointwise")
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+PRODUCT = Program("tilewright.ops.linear.tilelang_programs:product", FULL_RANGE_DIVISION)
+POINTWISE = Program("tilewright.ops.linear.tilelang_programs:pointwise", FULL_RANGE_DIVISION)
 THREADS = 128
 """Columns of a block in the element-by-element pass, one a thread."""
 MOST_GROUPS = 256
@@ -65,8 +64,12 @@ def _product(
     rows, columns, depth = sizes
     facts = {n: t.facts if isinstance(t, Scratch) else t for n, t in operands.items()}
     a, b, out = facts["a"], facts["b"], facts["out"]
-    a_vec, b_vec, vec = (_vector(t.columns, t.dtype.itemsize) for t in (a, b, out))
-    layouts = {"a": _layout(a, a_vec), "b": _layout(b, b_vec), "residual": _layout(residual, vec)}
+    a_vec, b_vec, vec = (vector(t.columns, t.dtype.itemsize) for t in (a, b, out))
+    layouts = {
+        "a": layout_of(a, a_vec, False),
+        "b": layout_of(b, b_vec, False),
+        "residual": layout_of(residual, vec, False),
+    }
     constants: dict[str, Any] = {
         "dtype": NAMES[a.dtype],
         "bias_dtype": NAMES[a.dtype if bias is None else bias.dtype],
@@ -92,7 +95,7 @@ def _product(
     programs = -(-rows // config.m) * -(-columns // config.n)
     args: dict[str, Argument] = {**operands, "bias": bias, "residual": residual, "z": z}
     for name, tensor, width in (("a", a, a_vec), ("b", b, b_vec), ("residual", residual, vec)):
-        args |= _strides(name, tensor, layouts[name], width)
+        args |= strides_of(name, tensor, layouts[name], width)
     args |= {
         "rows": rows,
         "columns": columns,
@@ -112,7 +115,7 @@ def _pointwise(call: Call, dz: Scratch | None) -> list[Launch]:
     """The pass over dy, and one over its partial sums where dbias is needed."""
     dy: TensorFacts = call.dy
     z = None if call.act == "none" else call.z
-    rows = max(32, 1 << max(-(-dy.rows // MOST_GROUPS) - 1, 0).bit_length())
+    rows = max(32, power_of_2_at_least(-(-dy.rows // MOST_GROUPS)))
     groups = -(-dy.rows // rows)
     partials = Scratch("partials", (groups, dy.columns)) if call.has("dbias") else None
     found = [_columns(dy, z, dz, partials, call.act, rows, groups)]
@@ -131,7 +134,7 @@ def _columns(
     groups: int,
 ) -> Launch:
     facts = dy.facts if isinstance(dy, Scratch) else dy
-    layouts = {"dy": _layout(facts, 1), "z": _layout(z, 1)}
+    layouts = {"dy": layout_of(facts, 1, False), "z": layout_of(z, 1, False)}
     blocks = -(-facts.columns // THREADS)
     constants: dict[str, Any] = {
         "dtype": NAMES[facts.dtype],
@@ -143,36 +146,6 @@ def _columns(
         "sums": partials is not None,
     }
     args: dict[str, Argument] = {"dy": dy, "z": z, "dz": dz, "partials": partials}
-    args |= {**_strides("dy", facts, layouts["dy"], 1), **_strides("z", z, layouts["z"], 1)}
+    args |= {**strides_of("dy", facts, layouts["dy"], 1), **strides_of("z", z, layouts["z"], 1)}
     args |= {"rows": facts.rows, "columns": facts.columns, "group_rows": group_rows, "blocks": blocks, "groups": groups}
     return Launch(POINTWISE, (blocks, groups, 1), args, constants)
-
-
-def _vector(columns: int, itemsize: int) -> int:
-    """Elements of one access: the widest up to 16 bytes that divides the row."""
-    width = 16 // itemsize
-    while columns % width:
-        width //= 2
-    return width
-
-
-def _layout(facts: TensorFacts | None, vec: int) -> str | None:
-    """How `tilelang_programs` reads a tensor: row levels, and whether rows start at multiples of the vector."""
-    if facts is None:
-        return None
-    vectors = facts.column_stride == 1 and facts.vector_bytes() % (vec * facts.dtype.itemsize) == 0
-    return f"{len(facts.row_levels)}{'v' if vectors else 's'}"
-
-
-def _strides(name: str, facts: TensorFacts | None, layout: str | None, vec: int) -> dict[str, Argument]:
-    if facts is None or layout is None:
-        return {}
-    unit = vec if layout.endswith("v") else 1
-    levels = facts.row_levels
-    inner, stride = levels[-1]
-    return {
-        f"{name}_inner": inner,
-        f"{name}_outer": (levels[0][1] if len(levels) == 2 else 0) // unit,
-        f"{name}_stride": stride // unit,
-        f"{name}_step": facts.column_stride,
-    }

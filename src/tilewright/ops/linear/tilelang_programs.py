@@ -11,7 +11,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.activation.tilelang_programs import activation, at, chain, f32
+from tilewright.ops.activation.tilelang_programs import activation, chain
+from tilewright.ops.tilelang_rows import f32, offset
 
 
 def tile_of(block: Any, rows: Any, columns: Any, group: int, m: int, n: int) -> tuple[Any, Any]:
@@ -34,12 +35,12 @@ def load_tile(to, source, layout, vec, first, sizes, place, even):
         for i, j in T.Parallel(*to.shape):
             row = T.min(first[0] + i, sizes[0] - 1)
             vector = T.min(first[1] + j // vec, sizes[1] - 1)
-            to[i, j] = source[at(layout, vec, row, vector * vec + j % vec, place)]
+            to[i, j] = source[offset(layout, vec, row, vector * vec + j % vec, place)]
     else:
         T.clear(to)
         for i, j in T.Parallel(*to.shape):
             if (first[0] + i < sizes[0]) & (first[1] + j // vec < sizes[1]):
-                to[i, j] = source[at(layout, vec, first[0] + i, first[1] * vec + j, place)]
+                to[i, j] = source[offset(layout, vec, first[0] + i, first[1] * vec + j, place)]
 
 
 def product(
@@ -103,7 +104,7 @@ def product(
                         z[(row + i) * columns + column + j] = T.Cast(out_dtype, value)
                     value = activation(kind, value)
                     if residual_layout is not None:
-                        value = value + f32(residual[at(residual_layout, vec, row + i, column + j, (
+                        value = value + f32(residual[offset(residual_layout, vec, row + i, column + j, (
                             residual_inner, residual_outer, residual_stride, residual_step))])  # fmt: skip
                     out[(row + i) * columns + column + j] = T.Cast(out_dtype, value)
 
@@ -126,20 +127,21 @@ def pointwise(
         rows: T.int64, columns: T.int64, group_rows: T.int32, blocks: T.int32, groups: T.int32,
     ):  # fmt: skip
         with T.Kernel(blocks, groups, threads=threads) as (block, group):
-            total = T.alloc_fragment((threads,), "float32")
             first, row = T.alloc_var("int64"), T.alloc_var("int64")
             first = T.Cast("int64", block) * threads
-            T.clear(total)
+            if sums:
+                total = T.alloc_fragment((threads,), "float32")
+                T.clear(total)
             for step in T.serial(group_rows):
                 row = T.Cast("int64", group) * group_rows + step
                 for j in T.Parallel(threads):
                     if (row < rows) & (first + j < columns):
-                        value = f32(dy[at(dy_layout, 1, row, first + j, (dy_inner, dy_outer, dy_stride, dy_step))])
+                        value = f32(dy[offset(dy_layout, 1, row, first + j, (dy_inner, dy_outer, dy_stride, dy_step))])
                         if z_layout is not None:
                             value = chain(
                                 kind,
                                 value,
-                                f32(z[at(z_layout, 1, row, first + j, (z_inner, z_outer, z_stride, z_step))]),
+                                f32(z[offset(z_layout, 1, row, first + j, (z_inner, z_outer, z_stride, z_step))]),
                             )
                         value = T.Cast(dtype, value)  # as the products take it
                         if makes_dz:

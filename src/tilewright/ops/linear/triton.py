@@ -12,7 +12,8 @@ import triton.language as tl
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch
 from tilewright.ops.activation.triton_functions import activation
-from tilewright.ops.linear.triton_tiles import operand, places, product, row_starts, tile_of
+from tilewright.ops.linear.triton_tiles import forward_arguments, operand, product, tile_of
+from tilewright.ops.triton_rows import row_places, row_start
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def linear_forward(
     x_stride, x_outer, x_count, residual_stride, residual_outer, residual_count, weight_stride,
     total_rows, total_columns, depth,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
-    X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
+    EVEN: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """y = act(x W^T + b) + residual; z = x W^T + b if SAVE."""
@@ -49,7 +50,7 @@ def linear_forward(
     columns = first_column + tl.arange(0, N)
     steps = tl.arange(0, K)
     row_inside, column_inside = rows < total_rows, columns < total_columns
-    x_rows = row_starts(tl.where(row_inside, rows, 0), x_stride, x_outer, x_count, X_INNER)
+    x_rows = row_start(tl.where(row_inside, rows, 0), x_stride, x_outer, x_count)
     weight_rows = tl.where(column_inside, columns, 0) * weight_stride
     a = x + x_rows[:, None] + steps[None, :]
     b = weight + weight_rows[None, :] + steps[:, None]
@@ -61,7 +62,7 @@ def linear_forward(
         b += K
     residual_rows = rows
     if HAS_RESIDUAL:
-        residual_rows = row_starts(rows, residual_stride, residual_outer, residual_count, RESIDUAL_INNER)
+        residual_rows = row_start(rows, residual_stride, residual_outer, residual_count)
     if HALVES:  # a wide tile's epilogue in two parts, for which the registers suffice
         left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))
         columns = first_column + tl.arange(0, N // 2)
@@ -78,26 +79,12 @@ def linear_forward(
 def forward(call: Call, config: Config) -> Launch:
     """y, and z where it is saved."""
     x, weight = call.x, call.weight
-    strides, inner = places(x=x, residual=call.residual)
-    args: dict[str, Argument] = {
-        "x": x,
-        "weight": weight,
-        "bias": call.bias,
-        "residual": call.residual,
-        "y": call.y,
-        "z": call.z,
-        **strides,
-        "weight_stride": weight.row_levels[0][1],
-        "total_rows": x.rows,
-        "total_columns": weight.rows,
-        "depth": x.columns,
-    }
+    args: dict[str, Argument] = {**forward_arguments(call), **row_places("x", x)}
     constants = {
         "ACT": call.act,
         "HAS_BIAS": call.has("bias"),
         "HAS_RESIDUAL": call.has("residual"),
         "SAVE": call.has("z"),
-        **inner,
         "EVEN": x.columns % config.k == 0,
         "HALVES": config.m * config.n >= 128 * 32 * config.num_warps,
         "GROUP": config.group,

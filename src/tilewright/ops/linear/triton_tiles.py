@@ -1,4 +1,4 @@
-"""What the products of the linear family share in Triton: which tile a program has, where rows lie, one step of a sum.
+"""What the products of the linear family share in Triton: arguments, which tile a program has, one step of a sum.
 
 Products accumulate in float32; float32 operands are multiplied as IEEE float32.
 """
@@ -8,30 +8,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.core.call import TensorFacts
+from tilewright.core.call import Call
 from tilewright.core.launch import Argument
+from tilewright.ops.triton_rows import row_places
+
+
+@triton.jit
+def place_of(tile, down, across, GROUP: tl.constexpr):
+    """Row and column of a tile among tiles. They go down GROUP rows of tiles, then right: what runs at a time shares
+    both operands in the L2."""
+    group = tile // (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    place = tile % (GROUP * across)
+    return group * GROUP + place % height, place // height
 
 
 @triton.jit
 def tile_of(rows, columns, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The first row and column, in int64, of this program's tile. Tiles go down GROUP rows of tiles, then right: what
-    runs at a time shares both operands in the L2."""
-    program = tl.program_id(0)
+    """The first row and column, in int64, of this program's tile."""
     down = tl.cdiv(rows, M).to(tl.int32)
     across = tl.cdiv(columns, N).to(tl.int32)
-    group = program // (GROUP * across)
-    height = tl.minimum(down - group * GROUP, GROUP)
-    place = program % (GROUP * across)
-    return (group * GROUP + place % height).to(tl.int64) * M, (place // height).to(tl.int64) * N
-
-
-@triton.jit
-def row_starts(rows, stride, outer, count, INNER: tl.constexpr):
-    """Where rows begin. They lie in one level of strides or in two (`count` rows to a block, `outer` apart)."""
-    if INNER:
-        return (rows // count) * outer + (rows % count) * stride
-    else:
-        return rows * stride
+    row, column = place_of(tl.program_id(0), down, across, GROUP)
+    return row.to(tl.int64) * M, column.to(tl.int64) * N
 
 
 @triton.jit
@@ -48,17 +46,8 @@ def product(a, b, total):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
-def places(**tensors: TensorFacts | None) -> tuple[dict[str, Argument], dict[str, bool]]:
-    """Run-time strides of the rows of each tensor, and which of them lie in two levels: see `row_starts`."""
-    args: dict[str, Argument] = {}
-    inner: dict[str, bool] = {}
-    for name, facts in tensors.items():
-        levels = facts.row_levels if facts is not None else ()
-        two = len(levels) == 2
-        args |= {
-            f"{name}_stride": levels[-1][1] if levels else None,
-            f"{name}_outer": levels[0][1] if two else None,
-            f"{name}_count": levels[-1][0] if two else None,
-        }
-        inner[f"{name.upper()}_INNER"] = two
-    return args, inner
+def forward_arguments(call: Call) -> dict[str, Argument]:
+    """Tensors and sizes of y = act(x W^T + b) + residual."""
+    tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("x", "weight", "bias", "residual", "y", "z")}
+    sizes = {"total_rows": call.x.rows, "total_columns": call.weight.rows, "depth": call.x.columns}
+    return {**tensors, "weight_stride": call.weight.row_levels[0][1], **row_places("residual", call.residual), **sizes}

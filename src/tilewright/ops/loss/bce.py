@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
+from tilewright.core.capability import FLOATS
 from tilewright.core.contract import floating, one_of, same_shape, wide_rows
 from tilewright.core.cost import bytes_of, per_element
 from tilewright.core.errors import InvalidArgument
@@ -25,6 +26,10 @@ def _check(call: Call) -> None:
     one_of(call, "reduction", *REDUCTIONS)
     wide_rows(call, "logits")
     floating(call, "logits", "targets")
+    out_dtype = call.options["out_dtype"]
+    if out_dtype not in (None, *FLOATS, call.logits.dtype):
+        name = DTYPE_NAMES.get(out_dtype, str(out_dtype))
+        raise InvalidArgument(call.op, "out_dtype", name, "takes fp32, fp16, bf16, or None for that of logits")
     same_shape(call, "logits", "targets")
     logits: TensorFacts = call.logits
     for name in ("weight", "pos_weight"):
@@ -41,7 +46,10 @@ def _check(call: Call) -> None:
 
 def _check_backward(call: Call) -> None:
     _check(call)
-    floating(call, "logits", "dy")
+    kind = call.options["out_dtype"] or call.logits.dtype
+    if call.dy.dtype != kind:
+        problem = f"dtype {DTYPE_NAMES.get(call.dy.dtype, call.dy.dtype)}, while the loss is {DTYPE_NAMES[kind]}"
+        raise InvalidArgument(call.op, "dy", problem, f"dy.to({kind})")
     wanted = call.logits.shape if call.reduction == "none" else ()
     if call.dy.shape != wanted:
         problem = f"shape {list(call.dy.shape)}, with reduction {call.reduction!r}"
@@ -50,7 +58,7 @@ def _check_backward(call: Call) -> None:
 
 def _loss(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
     logits = t["logits"]
-    return (tuple(logits.shape) if o["reduction"] == "none" else ()), logits.dtype
+    return (tuple(logits.shape) if o["reduction"] == "none" else ()), o["out_dtype"] or logits.dtype
 
 
 def _terms(t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,7 +88,10 @@ def _scale_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, 
     return {"dlogits": t["dy"].abs() / count * weight * terms * (1.0 + size)}
 
 
-def _scalar_dy(t: dict[str, Any], o: Mapping[str, Any]) -> None:
+def _dy_of_the_loss(t: dict[str, Any], o: Mapping[str, Any]) -> None:
+    """A scalar where the loss is one, and in its dtype."""
+    if o["out_dtype"] is not None:
+        t["dy"] = t["dy"].to(o["out_dtype"])
     if o["reduction"] != "none":
         t["dy"] = t["dy"].flatten()[:1].sum()
 
@@ -88,6 +99,12 @@ def _scalar_dy(t: dict[str, Any], o: Mapping[str, Any]) -> None:
 _DIMS = {"logits": "M C", "targets": "M C", "weight": "C | M C", "pos_weight": "C | M C"}
 _PARAMETERS = ("weight", "pos_weight")
 _ABSENT = (_PARAMETERS, ("weight",), ("pos_weight",), ())
+_OUT_DTYPES = (
+    {"reduction": "mean", "out_dtype": torch.float32},
+    {"reduction": "none", "out_dtype": torch.float32},
+    {"reduction": "none", "out_dtype": torch.float16},
+    {"reduction": "sum", "out_dtype": torch.bfloat16},
+)
 
 
 @op(
@@ -104,7 +121,7 @@ _ABSENT = (_PARAMETERS, ("weight",), ("pos_weight",), ())
     error_scale=_scale,
     probes=Probes(
         dims=_DIMS,
-        options=({}, {"reduction": "sum"}, {"reduction": "none"}),
+        options=({}, {"reduction": "sum"}, {"reduction": "none"}, *_OUT_DTYPES),
         absent=_ABSENT,
         either=_PARAMETERS,
     ),
@@ -117,6 +134,7 @@ def bce_with_logits(
     pos_weight: Tensor | None = None,
     *,
     reduction: str = "mean",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Binary cross entropy of logits, as `torch.nn.functional.binary_cross_entropy_with_logits` defines it.
 
@@ -129,13 +147,14 @@ def bce_with_logits(
         weight: [C] or the shape of logits, in its dtype or float32; None for 1.
         pos_weight: the same, for the positive share of each target; None for 1.
         reduction: "mean" divides the sum by the number of elements (not by the sum of weights), "sum", or "none".
+        out_dtype: of the loss: fp32, fp16 or bf16; None for that of logits. The gradient of logits keeps theirs.
 
     Returns:
-        The loss in the dtype of logits, rounded once: a scalar, or the shape of logits for "none". Sums are taken in
+        The loss in `out_dtype`, rounded once: a scalar, or the shape of logits for "none". Sums are taken in
         float32 in an order that shape and device fix. Of no elements the mean is NaN and the sum 0.
 
     Raises:
-        InvalidArgument: wrong or different dtypes or shapes, no columns, or another reduction.
+        InvalidArgument: wrong or different dtypes or shapes, no columns, or another reduction or `out_dtype`.
         NoGradient: targets, weight or pos_weight ask for a gradient.
     """
     x, y = upcast(logits), upcast(targets)
@@ -146,7 +165,7 @@ def bce_with_logits(
         loss = upcast(weight) * loss
     if reduction != "none":
         loss = loss.sum()
-    return (loss / logits.numel() if reduction == "mean" else loss).to(logits.dtype)
+    return (loss / logits.numel() if reduction == "mean" else loss).to(out_dtype or logits.dtype)
 
 
 @op(
@@ -157,10 +176,11 @@ def bce_with_logits(
     error_scale=_scale_backward,
     probes=Probes(
         dims={"dy": "M C", **_DIMS},
-        options=({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}),
+        options=({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}, *_OUT_DTYPES),
         absent=_ABSENT,
         either=_PARAMETERS,
-        derive=_scalar_dy,
+        by_option=("dy",),
+        derive=_dy_of_the_loss,
     ),
     workloads=workloads.LOGITS,
 )
@@ -172,14 +192,15 @@ def bce_with_logits_backward(
     pos_weight: Tensor | None = None,
     *,
     reduction: str = "mean",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The gradient of `bce_with_logits`: dlogits = d * weight * ((1 - y) * s(x) - pos_weight * y * s(-x)).
 
     d is dy, or dy / count for "mean". Both terms are formed apart, so nothing cancels where s(x) is near 1.
 
     Args:
-        dy: upstream gradient of the loss: a scalar, or [..., C] with any strides for "none".
-        logits, targets, weight, pos_weight, reduction: as in forward.
+        dy: upstream gradient of the loss, in its dtype: a scalar, or [..., C] with any strides for "none".
+        logits, targets, weight, pos_weight, reduction, out_dtype: as in forward.
 
     Returns:
         dlogits: shape and dtype of logits, formed in float32 and rounded once.

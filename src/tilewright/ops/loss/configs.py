@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 from tilewright.ops.tilelang_places import vector
 
 INPUTS = ("dy", "logits", "targets", "weight", "pos_weight")
@@ -41,19 +42,15 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
     logits: TensorFacts = call.logits
     vector = 16 // logits.dtype.itemsize
     width = logits.numel if is_flat(call) else logits.columns
-    width = 1 << max(width - 1, 0).bit_length()
+    width = power_of_2_at_least(width)
     found = []
-    for warps, depth, per_sm in ((4, 2, 8), (8, 2, 4), (4, 2, 16), (4, 1, 16), (8, 1, 8), (4, 4, 8)):
+    for warps, depth, per_sm in ((8, 1, 8), (4, 1, 16), (8, 2, 16), (4, 2, 16), (4, 4, 8)):
         elements = 32 * warps * vector * depth
         block = min(width, elements) if not is_flat(call) else elements
         rows = 1 if is_flat(call) else max(1, elements // block)
         more = {"per_sm": per_sm} if reduces(call) else {}
         found.append(Config(rows=rows, block=block, num_warps=warps, **more))
     return tuple(dict.fromkeys(found))
-
-
-MOST_TILES = 1 << 30
-"""Of a TileLang call that sums nothing: its grid is int32."""
 
 
 def tilelang_vector(call: Call) -> int:
@@ -70,8 +67,10 @@ def tilelang_tiles(call: Call, chunk: int) -> int:
 def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program counts its blocks in int32."""
     tiles = tilelang_tiles(call, 128)
-    if tiles > MOST_TILES:
-        yield Reason("logits", f"{call.logits.numel} elements are {tiles} tiles; takes {MOST_TILES}", "split the batch")
+    if tiles > MOST_BLOCKS:
+        yield Reason(
+            "logits", f"{call.logits.numel} elements are {tiles} tiles; takes {MOST_BLOCKS}", "split the batch"
+        )
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
@@ -80,5 +79,5 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
     vectors = call.logits.columns // tilelang_vector(call)
     wanted: tuple[tuple[int, int], ...] = ((128, 2), (256, 2), (256, 1), (128, 4))
     if not is_flat(call) and vectors <= 64:
-        wanted = ((max(32, 1 << max(vectors - 1, 0).bit_length()), 1), (128, 1))
+        wanted = ((max(32, power_of_2_at_least(vectors)), 1), (128, 1))
     return tuple(Config(threads=threads, depth=depth, **more) for threads, depth in wanted)

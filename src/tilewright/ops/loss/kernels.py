@@ -42,7 +42,7 @@ TILELANG_KERNELS = [
         f"{_HERE}.tilelang:{function}",
         Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
         configs.tilelang_configs,
-        files=("tilelang_programs.py", "../tilelang_rows.py"),
+        files=("tilelang_programs.py",),
     )
     for op, function in PASSES
 ]

@@ -20,12 +20,16 @@ Run = Callable[[], Any]
 Maker = Callable[[Tensors, Options], Run]
 
 
-def _bce(logits: Tensor, targets: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, targets, weight, reduction=reduction, pos_weight=pos_weight)
+def _bce(
+    logits: Tensor, targets: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str,
+    out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    loss = F.binary_cross_entropy_with_logits(logits, targets, weight, reduction=reduction, pos_weight=pos_weight)
+    return loss if out_dtype is None else loss.to(out_dtype)
 
 
 def _arguments(t: Tensors, o: Options) -> list[Any]:
-    return [t["logits"], t["targets"], t["weight"], t["pos_weight"], o["reduction"]]
+    return [t["logits"], t["targets"], t["weight"], t["pos_weight"], o["reduction"], o["out_dtype"]]
 
 
 def _eager(t: Tensors, o: Options) -> Run:

@@ -12,18 +12,18 @@ from tilewright.backends.tilelang import Program
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.loss.configs import divisor, inputs_of, is_flat, reduces, tilelang_tiles, tilelang_vector
-from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_places import FULL_RANGE_DIVISION, NAMES, layout_of, strides_of
 
 FORWARD = Program("tilewright.ops.loss.tilelang_programs:forward")
 TOTAL = Program("tilewright.ops.loss.tilelang_programs:total")
-BACKWARD = Program("tilewright.ops.loss.tilelang_programs:backward")
+BACKWARD = Program("tilewright.ops.loss.tilelang_programs:backward", FULL_RANGE_DIVISION)
 TOTAL_THREADS = 256
 
 
 def forward(call: Call, config: Config) -> tuple[Launch, ...]:
     """bce_with_logits."""
     tiles, args, constants = _shared(call, config)
-    constants["reduce"] = reduces(call)
+    constants |= {"reduce": reduces(call), "loss_dtype": NAMES[call.loss.dtype]}
     if not reduces(call):
         own: dict[str, Argument] = {**args, "loss": call.loss, "partials": None, "tiles": tiles, "programs": tiles}
         return (Launch(FORWARD, (tiles, 1, 1), own, constants),)
@@ -47,7 +47,7 @@ def backward(call: Call, config: Config) -> Launch:
     tiles, args, constants = _shared(call, config)
     vec, flat = constants["vec"], constants["flat"]
     dy: TensorFacts | None = call.dy if "dy" in inputs_of(call) else None
-    constants["dy_layout"] = layout_of(dy, vec, flat)
+    constants |= {"dy_layout": layout_of(dy, vec, flat), "dy_dtype": NAMES[call.dy.dtype]}
     args |= {"dy": call.dy, **strides_of("dy", dy, constants["dy_layout"], vec)}
     args |= {"dlogits": call.dlogits, "divisor": divisor(call), "programs": tiles}
     return Launch(BACKWARD, (tiles, 1, 1), args, constants)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tilewright.ops.loss.log1p import LOG1P
 from tilewright.ops.tilelang_rows import F32, f32, load_tile, place_of, store_tile, tile
 
 __all__ = ["backward", "forward", "total"]
@@ -18,11 +19,15 @@ def one() -> Any:
 
 def softplus(x: Any) -> Any:
     """log(1 + exp(-x)), which does not overflow."""
-    return T.log1p(T.exp(-T.abs(x))) + T.max(-x, T.float32(0))
+    u = T.exp(-T.abs(x))
+    ratio = T.float32(LOG1P[-1])
+    for coefficient in LOG1P[-2::-1]:
+        ratio = ratio * u + T.float32(coefficient)
+    return u * ratio + T.max(-x, T.float32(0))
 
 
 def forward(
-    *, dtype: str, flat: bool, vec: int, threads: int, depth: int, reduce: bool, logits_layout: str,
+    *, dtype: str, loss_dtype: str, flat: bool, vec: int, threads: int, depth: int, reduce: bool, logits_layout: str,
     targets_layout: str, weight_layout: str | None, weight_dtype: str, pos_weight_layout: str | None,
     pos_weight_dtype: str,
 ) -> Any:  # fmt: skip
@@ -33,7 +38,7 @@ def forward(
     @T.prim_func
     def bce_forward(
         logits: T.Tensor((n,), dtype), targets: T.Tensor((n,), dtype), weight: T.Tensor((n,), weight_dtype),
-        pos_weight: T.Tensor((n,), pos_weight_dtype), loss: T.Tensor((n,), dtype), partials: T.Tensor((n,), F32),
+        pos_weight: T.Tensor((n,), pos_weight_dtype), loss: T.Tensor((n,), loss_dtype), partials: T.Tensor((n,), F32),
         logits_inner: T.int64, logits_outer: T.int64, logits_stride: T.int64, logits_step: T.int64,
         targets_inner: T.int64, targets_outer: T.int64, targets_stride: T.int64, targets_step: T.int64,
         weight_inner: T.int64, weight_outer: T.int64, weight_stride: T.int64, weight_step: T.int64,
@@ -50,6 +55,8 @@ def forward(
             if reduce:
                 sums = tile(vec, threads, depth)
                 T.clear(sums)
+            else:
+                found = tile(vec, threads, depth, loss_dtype)
             for turn in T.serial(T.ceildiv(tiles - block, T.Cast("int64", programs))):
                 row, first = place_of(turn * programs + block, row_vectors, chunk, flat)
                 load_tile(xs, logits, logits_layout, vec, row, first, row_vectors,
@@ -73,9 +80,9 @@ def forward(
                         if first + j // vec < row_vectors:
                             sums[j] += value
                     else:
-                        xs[j] = T.Cast(dtype, value)
+                        found[j] = T.Cast(loss_dtype, value)
                 if not reduce:
-                    store_tile(loss, xs, vec, row, first, row_vectors)
+                    store_tile(loss, found, vec, row, first, row_vectors)
             if reduce:
                 whole = T.alloc_fragment((1,), F32)
                 T.reduce_sum(sums, whole, dim=0)
@@ -107,9 +114,9 @@ def total(*, dtype: str, threads: int) -> Any:
 
 
 def backward(
-    *, dtype: str, flat: bool, vec: int, threads: int, depth: int, dy_layout: str | None, logits_layout: str,
-    targets_layout: str, weight_layout: str | None, weight_dtype: str, pos_weight_layout: str | None,
-    pos_weight_dtype: str,
+    *, dtype: str, dy_dtype: str, flat: bool, vec: int, threads: int, depth: int, dy_layout: str | None,
+    logits_layout: str, targets_layout: str, weight_layout: str | None, weight_dtype: str,
+    pos_weight_layout: str | None, pos_weight_dtype: str,
 ) -> Any:  # fmt: skip
     """dlogits = d w ((1 - y) s(x) - p y s(-x)). Without a layout of dy, d is one number over `divisor`."""
     n = T.dynamic("n", "int64")
@@ -117,7 +124,7 @@ def backward(
 
     @T.prim_func
     def bce_backward(
-        dy: T.Tensor((n,), dtype), logits: T.Tensor((n,), dtype), targets: T.Tensor((n,), dtype),
+        dy: T.Tensor((n,), dy_dtype), logits: T.Tensor((n,), dtype), targets: T.Tensor((n,), dtype),
         weight: T.Tensor((n,), weight_dtype), pos_weight: T.Tensor((n,), pos_weight_dtype),
         dlogits: T.Tensor((n,), dtype),
         dy_inner: T.int64, dy_outer: T.int64, dy_stride: T.int64, dy_step: T.int64,
@@ -129,6 +136,8 @@ def backward(
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
             row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
+            if dy_layout is None:
+                upstream = T.ieee_fdiv(f32(dy[0]), divisor)
             xs = tile(vec, threads, depth, dtype)
             ys = tile(vec, threads, depth, dtype)
             load_tile(xs, logits, logits_layout, vec, row, first, row_vectors,
@@ -136,7 +145,7 @@ def backward(
             load_tile(ys, targets, targets_layout, vec, row, first, row_vectors,
                       (targets_inner, targets_outer, targets_stride, targets_step))  # fmt: skip
             if dy_layout is not None:
-                ds = tile(vec, threads, depth, dtype)
+                ds = tile(vec, threads, depth, dy_dtype)
                 load_tile(ds, dy, dy_layout, vec, row, first, row_vectors, (dy_inner, dy_outer, dy_stride, dy_step))
             if weight_layout is not None:
                 ws = tile(vec, threads, depth, weight_dtype)
@@ -153,7 +162,7 @@ def backward(
                 positive = f32(ys[j]) * T.Select(below, near, tail * near)
                 if pos_weight_layout is not None:
                     positive = f32(ps[j]) * positive
-                scale = f32(dy[0]) / divisor if dy_layout is None else f32(ds[j])
+                scale = upstream if dy_layout is None else f32(ds[j])
                 if weight_layout is not None:
                     scale = scale * f32(ws[j])
                 value = scale * ((one() - f32(ys[j])) * T.Select(below, tail * near, near) - positive)

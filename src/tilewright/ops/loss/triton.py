@@ -14,16 +14,20 @@ import triton.language as tl
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.loss.configs import divisor, inputs_of, is_flat, reduces
+from tilewright.ops.loss.log1p import LOG1P as _LOG1P
 from tilewright.ops.triton_rows import load, places, store, tile_at
+
+LOG1P, DEGREE = tl.constexpr(_LOG1P), tl.constexpr(len(_LOG1P) - 1)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(-x)) in float32. What 1 + u loses of a small u comes back as a correction: log1p, which not every
-    target has."""
+    """log(1 + exp(-x)) in float32."""
     u = tl.exp(-tl.abs(x))
-    whole = 1.0 + u
-    return tl.log(whole) + (u - (whole - 1.0)) / whole + tl.where(x < 0.0, -x, 0.0)
+    ratio = u * LOG1P[DEGREE] + LOG1P[DEGREE - 1]
+    for i in tl.static_range(2, DEGREE + 1):
+        ratio = ratio * u + LOG1P[DEGREE - i]
+    return u * ratio + tl.where(x < 0.0, -x, 0.0)
 
 
 @triton.jit(do_not_specialize=["total_rows", "logits_count", "targets_count", "weight_count", "pos_weight_count"])
@@ -44,9 +48,9 @@ def bce_forward(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tiles, tl.num_programs(0)):
         rows, columns, mask = tile_at(tile, total_rows, total_columns, ROWS, BLOCK, FLAT)
-        x = load(logits, rows, columns, mask, logits_stride, logits_outer, logits_count, logits_step, "evict_first")
+        x = load(logits, rows, columns, mask, logits_stride, logits_outer, logits_count, logits_step, "")
         y = load(targets, rows, columns, mask, targets_stride, targets_outer, targets_count, targets_step,
-                 "evict_first")  # fmt: skip
+                 "")  # fmt: skip
         value = softplus(x)
         if HAS_POS_WEIGHT:
             positive = load(pos_weight, rows, columns, mask, pos_weight_stride, pos_weight_outer, pos_weight_count,
@@ -90,8 +94,8 @@ def bce_backward(
 ):  # fmt: skip
     """dlogits = d w ((1 - y) s(x) - p y s(-x)); SCALAR: d is one number over `divisor`."""
     rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
-    x = load(logits, rows, columns, mask, logits_stride, logits_outer, logits_count, logits_step, "evict_first")
-    y = load(targets, rows, columns, mask, targets_stride, targets_outer, targets_count, targets_step, "evict_first")
+    x = load(logits, rows, columns, mask, logits_stride, logits_outer, logits_count, logits_step, "")
+    y = load(targets, rows, columns, mask, targets_stride, targets_outer, targets_count, targets_step, "")
     u = tl.exp(-tl.abs(x))  # never overflows; both logistic functions are had from one exponential and one quotient
     near = 1.0 / (1.0 + u)
     far = u * near
@@ -102,7 +106,7 @@ def bce_backward(
     if SCALAR:
         d = tl.math.div_rn(tl.load(dy).to(tl.float32), divisor)
     else:
-        d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "evict_first")
+        d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
     if HAS_WEIGHT:
         d *= load(weight, rows, columns, mask, weight_stride, weight_outer, weight_count, weight_step, "evict_last")
     store(dlogits, rows, columns, total_columns, mask, d * ((1.0 - y) * tl.where(x < 0.0, far, near) - positive))

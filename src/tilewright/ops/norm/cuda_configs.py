@@ -49,10 +49,15 @@ LONG = 4096
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Ways to spread a row, over few blocks first: an exchange costs more than it overlaps, unless more blocks then
-    share a multiprocessor. Empty where none fits."""
+    share a multiprocessor and there is but one exchange (a centred norm has two). Empty where none fits."""
     found = [config for spread in FORWARD_SPREADS if (config := forward_config(call, *spread))]
-    long = packets(call.x) > LONG
-    return tuple(sorted(dict.fromkeys(found), key=lambda c: 0 if long and "reread" in c else c.cluster))[:4]
+    long, centred = packets(call.x) > LONG, call.op in ("layer_norm", "add_layer_norm")
+
+    def order(config: Config) -> tuple[int, int]:
+        first = long and "reread" in config
+        return (0 if first else config.cluster, config.cluster if centred else 0)
+
+    return tuple(sorted(dict.fromkeys(found), key=order))[:4]
 
 
 def forward_config(call: Call, threads: int, per_thread: int, stages: int, ctas: int, reread: int = 0) -> Config | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from tilewright.core.call import Call
 from tilewright.core.capability import (
     Capability,
     Limit,
@@ -15,6 +18,7 @@ from tilewright.core.capability import (
     unit_stride,
 )
 from tilewright.core.kernel import Configs, Kernel
+from tilewright.core.reason import Reason
 from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
 
@@ -24,6 +28,9 @@ PARAMETERS = ("weight", "bias", "pre_bias")
 """Read as dense by every kernel. Backward reads the weight alone; of the biases it needs the dtype."""
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "l2_norm")
+IN_PLACE = ("rms_norm", "add_rms_norm", "add_layer_norm")
+"""Programs keep to rows of their own. Those that hold a row have read it before they write; those that walk one read
+the residual once, before h is written there and read back behind a barrier, and x for the last time just before y."""
 BACKWARD = {"rms_norm_backward": "rms", "layer_norm_backward": "layer", "l2_norm_backward": "l2"}
 
 
@@ -39,7 +46,7 @@ def _kernel(
         op,
         backend,
         f"{_HERE}.{function}",
-        Capability(devices, limits=limits),
+        Capability(devices, limits=limits, in_place=op in IN_PLACE),
         configs,
         **more,  # type: ignore[arg-type]
     )
@@ -62,12 +69,23 @@ TRITON_KERNELS = [
 
 # Its row indices are int32. A power of two, so that a call class, which knows rows by the power of two, has one answer.
 TILELANG_ROWS = 1 << 30
+TILELANG_HELD = 32 * tilelang_configs.MAX_LANES
+"""Wider rows are walked."""
+
+
+def read_back(call: Call) -> Iterable[Reason]:
+    """TileLang says `__restrict__` of everything, so what is only read comes by the read-only cache, which need not see
+    writes: where rows are walked, h is read back from where the residual was."""
+    if call.aliased and call.has("residual") and call.x.columns > TILELANG_HELD:
+        yield Reason("in place", f"rows above {TILELANG_HELD} columns are read back", f"{call.op} would do")
+
+
 TILELANG_FILES = ("tilelang_programs.py", "tilelang_gradients.py")
 TILELANG_KERNELS = [
     *(
         _kernel(op, "tilelang", "tilelang:forward", (cuda(80),), tilelang_configs.forward_configs,
                 rows("x", most=TILELANG_ROWS), columns("x", most=WIDEST), unit_stride("x", "residual", *PARAMETERS),
-                row_levels("x", "residual"), files=TILELANG_FILES)
+                row_levels("x", "residual"), read_back, files=TILELANG_FILES)
         for op in FORWARD
     ),
     *(
@@ -96,7 +114,13 @@ CUDA_KERNELS = [
 ]  # fmt: skip
 
 VENDOR_KERNELS = [
-    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(devices, limits=(limit,)), label="aten")
+    Kernel(
+        op,
+        "vendor",
+        f"{_HERE}.vendor:{op}",
+        Capability(devices, limits=(limit,), in_place=op in IN_PLACE),
+        label="aten",
+    )
     for op, devices, limit in (
         ("rms_norm", (), vendor.plain_rms),
         ("layer_norm", (), vendor.plain_layer),

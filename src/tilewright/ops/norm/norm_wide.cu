@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
 
         // ---- add the residual; sum
         float total[1] = {0.0f};
-        Moments own = {0.0f, 0.0f, 0.0f};
+        Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int v = 0; v < PER_THREAD; v++) {
             const int packet = v * THREADS + thread;
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                     if constexpr (REREAD) store_shared(staged + packet * 16, mine);
                 }
                 if constexpr (CENTER) {
-                    total[0] += own.add(values, COLUMNS % N == 0 ? N : min(N, size - packet * N));
+                    own.add(values, COLUMNS % N == 0 ? N : min(N, size - packet * N), v == 0);
                 } else {
 #pragma unroll
                     for (int i = 0; i < N; i++) total[0] += values[i] * values[i];
@@ -199,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
         // ---- mean and rstd, of the slice and then of the row
         float mean = 0.0f, square;
         if constexpr (CENTER) {
-            const Moments slice = block_moments<THREADS>(own, total[0], moments[number & 1], meet);
+            constexpr int EACH = COLUMNS % (N * CLUSTER * THREADS) == 0 ? PER_THREAD * N : 0;
+            const Moments slice = block_moments<THREADS, EACH>(own.moments(), moments[number & 1], meet);
             mean = slice.mean;
             square = slice.squares;
         } else {
@@ -250,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) norm_wide(
                 if constexpr (HAS_WEIGHT) {
                     weights[v % SLOTS].unpack(parameter);
 #pragma unroll
-                    for (int i = 0; i < N; i++) values[i] *= parameter[i] + weight_offset;
+                    for (int i = 0; i < N; i++) values[i] *= CENTER ? parameter[i] : parameter[i] + weight_offset;
                 }
                 if constexpr (HAS_BIAS) {
                     biases[v % SLOTS].unpack(parameter);

@@ -314,55 +314,84 @@ struct Moments {
         const float off = mean - value;
         return squares + count * off * off;  // nothing weighs nothing, however far off
     }
-    // Adds the first `have` of some values; returns their sum.
+};
+
+constexpr u32 INFINITE = 0x7f800000;
+
+__device__ __forceinline__ bool finite(float value) { return fabsf(value) < __int_as_float(INFINITE); }
+
+// Sums of a thread's values about the mean of the first few: as near to the mean of all as the values themselves are, so
+// little cancels. An infinity stays one.
+struct Sums {
+    float shift, sum, squares, count;
+
+    // Adds the first `have` of some values.
     template <int N>
-    __device__ __forceinline__ float add(const float (&values)[N], int have) {
-        float sum = 0.0f, own = 0.0f;
+    __device__ __forceinline__ void add(const float (&values)[N], int have, bool first) {
+        if (first) {
+            float all = 0.0f;
 #pragma unroll
-        for (int i = 0; i < N; i++) sum += i < have ? values[i] : 0.0f;
-        const float more = (float)have, middle = sum / more, off = middle - mean;
+            for (int i = 0; i < N; i++) all += i < have ? values[i] : 0.0f;
+            shift = all / (float)have;
+            if (!finite(shift)) shift = 0.0f;
+        }
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const float d = values[i] - middle;
-            own += i < have ? d * d : 0.0f;
+            const float d = i < have ? values[i] - shift : 0.0f;
+            sum += d;
+            squares += d * d;
         }
-        const float share = more / (count + more);
-        mean += off * share;
-        squares += own + count * share * off * off;
-        count += more;
-        return sum;
+        count += (float)have;
+    }
+    __device__ __forceinline__ Moments moments() const {
+        const float off = count > 0.0f ? sum / count : 0.0f;
+        // Squares that overflow stay infinite, and those of an infinity are NaN.
+        const float about_mean = squares - (finite(squares) ? sum * off : sum - sum);
+        return {shift + off, about_mean < 0.0f ? 0.0f : about_mean, count};
     }
 };
 
-// The moments of a block's values, from each thread's and from its sum, which carries infinities where moments make
-// them NaN. The block meets once. `slots` and `meet` as in `block_sum`.
-template <int Threads, class Meet>
-__device__ __forceinline__ Moments block_moments(const Moments& own, float sum, Moments* slots, Meet meet) {
-    constexpr int WARPS = Threads / 32;
-    constexpr u32 ALL = 0xffffffffu;
-    Moments warp = {sum, 0.0f, own.count};
+// Over `Lanes` neighbours, whose moments are each of `count` values; every lane gets the same.
+template <int Lanes>
+__device__ __forceinline__ Moments equal_moments(Moments own) {
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        warp.mean += __shfl_xor_sync(ALL, warp.mean, step);
-        warp.count += __shfl_xor_sync(ALL, warp.count, step);
+    for (int step = 1; step < Lanes; step *= 2) {
+        const float mean = __shfl_xor_sync(0xffffffffu, own.mean, step);
+        const float squares = __shfl_xor_sync(0xffffffffu, own.squares, step);
+        const float off = mean - own.mean;
+        own.mean = 0.5f * (own.mean + mean);
+        own.squares = own.squares + squares + 0.5f * own.count * (off * off);
+        own.count *= 2.0f;
     }
-    warp.mean = warp.count > 0.0f ? warp.mean / warp.count : 0.0f;
-    warp.squares = own.about(warp.mean);
+    return own;
+}
+
+template <int Lanes>
+__device__ __forceinline__ Moments any_moments(const Moments& own) {
+    Moments all = {own.count > 0.0f ? own.mean * own.count : 0.0f, 0.0f, own.count};
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) warp.squares += __shfl_xor_sync(ALL, warp.squares, step);
+    for (int step = 1; step < Lanes; step *= 2) {
+        all.mean += __shfl_xor_sync(0xffffffffu, all.mean, step);
+        all.count += __shfl_xor_sync(0xffffffffu, all.count, step);
+    }
+    all.mean = all.count > 0.0f ? all.mean / all.count : 0.0f;
+    all.squares = own.about(all.mean);
+#pragma unroll
+    for (int step = 1; step < Lanes; step *= 2) all.squares += __shfl_xor_sync(0xffffffffu, all.squares, step);
+    return all;
+}
+
+// The moments of a block's values. The block meets once. `Each`: how many values every thread has, 0 if that differs;
+// `slots` and `meet` as in `block_sum`.
+template <int Threads, int Each, class Meet>
+__device__ __forceinline__ Moments block_moments(Moments own, Moments* slots, Meet meet) {
+    constexpr int WARPS = Threads / 32;
+    if constexpr (Each > 0) own.count = (float)Each;
+    const Moments warp = Each > 0 ? equal_moments<32>(own) : any_moments<32>(own);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = warp;
     __syncthreads();
     meet();
-    warp = slots[threadIdx.x % WARPS];
-    Moments block = {warp.mean * warp.count, 0.0f, warp.count};
-#pragma unroll
-    for (int step = WARPS / 2; step > 0; step /= 2) {
-        block.mean += __shfl_xor_sync(ALL, block.mean, step);
-        block.count += __shfl_xor_sync(ALL, block.count, step);
-    }
-    block.mean = block.count > 0.0f ? block.mean / block.count : 0.0f;
-    block.squares = warp.about(block.mean);
-#pragma unroll
-    for (int step = WARPS / 2; step > 0; step /= 2) block.squares += __shfl_xor_sync(ALL, block.squares, step);
-    return block;
+    Moments one = slots[threadIdx.x % WARPS];
+    if constexpr (Each > 0) one.count = 32.0f * Each;
+    return Each > 0 ? equal_moments<WARPS>(one) : any_moments<WARPS>(one);
 }

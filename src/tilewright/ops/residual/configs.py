@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.ops.configs import few_blocks, power_of_2_at_least
 from tilewright.ops.tilelang_places import vector
 
 INPUTS = ("dy", "x", "gate", "residual")
@@ -47,28 +48,23 @@ def sum_of(call: Call) -> str:
     return gate_of(call) if call.has("dgate") else "none"
 
 
-def _width(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def triton_configs(call: Call) -> tuple[Config, ...]:
     """Keys: `block` columns and `rows` rows a tile; `num_warps`; `per_sm` programs a multiprocessor where rows are
     summed."""
     shape, flat = shape_of(call), is_flat(call)
     lanes = 16 // shape.dtype.itemsize
     found = []
-    for warps, depth, per_sm in ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (2, 1, 16)):
+    # a mask is drawn four columns at once, and twice a thread: what depends on the row alone is then worked out once
+    draws = "p" in call.options
+    drawing = ((4, 2, 8), (8, 2, 4), (2, 2, 16), (4, 4, 8), (4, 1, 8))
+    for warps, depth, per_sm in drawing if draws else ((4, 1, 8), (4, 2, 8), (8, 1, 4), (8, 2, 4), (2, 1, 16)):
         elements = 32 * warps * lanes * depth
-        # four columns at least: a mask is drawn for as many at once
-        block = elements if flat else min(max(4, _width(shape.columns)), elements)
+        widest = elements // 2 if draws else elements
+        block = elements if flat else min(max(4, power_of_2_at_least(shape.columns)), widest)
         if shape.columns % block and block > 32 * lanes:  # a block that divides the row leaves no thread idle
             block = next((b for b in (block, block // 2, block // 4) if shape.columns % b == 0), block)
         found.append(Config(rows=max(1, elements // block), block=block, num_warps=warps, per_sm=per_sm))
     return tuple(dict.fromkeys(found))
-
-
-MOST_TILES = 1 << 30
-"""Of a TileLang call: its grid is int32."""
 
 
 def tilelang_vector(call: Call) -> int:
@@ -79,8 +75,7 @@ def few_enough(call: Call) -> Iterable[Reason]:
     """A TileLang program counts its blocks in int32."""
     shape = shape_of(call)
     blocks = -(-shape.columns // (128 * tilelang_vector(call)))
-    if shape.rows * blocks > MOST_TILES:
-        yield Reason(shape.name, f"{shape.rows} rows; takes {MOST_TILES // blocks}", "split the batch")
+    return few_blocks(shape.name, shape.rows, blocks)
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
@@ -88,5 +83,5 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
     wanted: tuple[tuple[int, int], ...] = ((128, 1), (256, 1), (256, 2), (128, 4))
     vectors = shape_of(call).columns // tilelang_vector(call)
     if not is_flat(call) and vectors <= 64:
-        wanted = ((max(32, _width(vectors)), 1), (128, 1))
+        wanted = ((max(32, power_of_2_at_least(vectors)), 1), (128, 1))
     return tuple(Config(threads=threads, depth=depth) for threads, depth in wanted)

@@ -16,12 +16,19 @@ PASSES = (
     ("dropout_add_backward", "dropout", "backward"),
 )
 
+IN_PLACE = ("gated_residual",)
+"""A tile is read whole before any of it is written, and no two programs share an element."""
+
 TRITON_KERNELS = [
     Kernel(
         op,
         "triton",
         f"{_HERE}.triton_{module}:{function}",
-        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride(*READ), row_levels(*READ, "dy")),
+            in_place=op in IN_PLACE,
+        ),
         configs.triton_configs,
     )
     for op, module, function in PASSES
@@ -32,9 +39,13 @@ TILELANG_KERNELS = [
         op,
         "tilelang",
         f"{_HERE}.tilelang:{module}_{function}",
-        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        Capability(
+            (cuda(80),),
+            limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough),
+            in_place=op in IN_PLACE,
+        ),
         configs.tilelang_configs,
-        files=("tilelang_programs.py", "tilelang_dropout.py", "../tilelang_rows.py"),
+        files=("tilelang_programs.py", "tilelang_dropout.py"),
     )
     for op, module, function in PASSES
 ]

@@ -51,6 +51,11 @@ def threshold(p: float) -> int:
     return math.ceil(single * 2.0**24)
 
 
+def limit(p: float) -> int:
+    """The same of the whole word: an element is kept where its word is above this. p is not 0."""
+    return (threshold(p) << 8) - 1
+
+
 def scale(p: float) -> float:
     """What is kept is multiplied by 1 / (1 - p); of p = 1 nothing is."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0

@@ -13,17 +13,16 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.residual.configs import gate_of, is_flat, shape_of, sum_of, tilelang_vector
 from tilewright.ops.residual.dropout import drops
-from tilewright.ops.residual.philox import scale, threshold
+from tilewright.ops.residual.philox import limit, scale
 from tilewright.ops.tilelang_places import NAMES, layout_of, strides_of
+from tilewright.ops.tilelang_sums import sum_groups
 
 _PROGRAMS = "tilewright.ops.residual.tilelang_programs"
 GATED_FORWARD = Program(f"{_PROGRAMS}:gated_forward")
 GATED_BACKWARD = Program(f"{_PROGRAMS}:gated_backward")
-SUM_GROUPS = Program(f"{_PROGRAMS}:sum_groups")
 DROPOUT_FORWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_forward")
 DROPOUT_BACKWARD = Program("tilewright.ops.residual.tilelang_dropout:dropout_backward")
 MOST_GROUPS = 1024
-SUM_LANES, SUM_DEPTH = 32, 8
 
 
 def gated_forward(call: Call, config: Config) -> Launch:
@@ -50,10 +49,7 @@ def gated_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     first = Launch(GATED_BACKWARD, (blocks, groups, 1), args, constants)
     if partials is None:
         return (first,)
-    columns = call.x.columns
-    rest: dict[str, Argument] = {"partials": partials, "out": call.dgate, "groups": groups, "columns": columns}
-    shape = {"dtype": NAMES[call.dgate.dtype], "lanes": SUM_LANES, "depth": SUM_DEPTH}
-    return first, Launch(SUM_GROUPS, (-(-columns // SUM_LANES), 1, 1), rest, shape)
+    return first, sum_groups(partials, call.dgate)
 
 
 def dropout_forward(call: Call, config: Config) -> Launch:
@@ -75,7 +71,7 @@ def _dropout(
     program: Program, call: Call, config: Config, args: dict[str, Argument], constants: dict[str, Any]
 ) -> Launch:
     rows, wide = _tiles(call, config, constants)
-    args |= {"tiles": rows * wide, "least": threshold(call.p), "scale": scale(call.p)}
+    args |= {"tiles": rows * wide, "limit": limit(call.p), "scale": scale(call.p)}
     return Launch(program, (rows * wide, 1, 1), args, {**constants, "drops": drops(call.training, call.p)})
 
 

@@ -38,7 +38,7 @@ def draw(c0, c1, c2, c3, seed, offset, row, column, share):
         c0[g] = u32(low)
         c1[g] = u32(T.shift_right(low, T.int64(32)))
         c2[g] = u32(row)
-        c3[g] = u32(T.shift_right(row, T.int64(32)))
+        c3[g] = T.uint32(0)  # of rows there are no more than blocks
     for turn in T.unroll(ROUNDS):
         for g in T.Parallel(*c0.shape):
             k0 = u32(seed) + T.uint32(WEYL[0]) * u32(turn)
@@ -74,7 +74,7 @@ def dropout_forward(
         offset: T.Tensor((n,), "int64"), y: T.Tensor((n,), dtype), state: T.Tensor((n,), "int64"),
         x_inner: T.int64, x_outer: T.int64, x_stride: T.int64, x_step: T.int64,
         residual_inner: T.int64, residual_outer: T.int64, residual_stride: T.int64, residual_step: T.int64,
-        row_vectors: T.int64, tiles: T.int32, least: T.int64, scale: T.float32,
+        row_vectors: T.int64, tiles: T.int32, limit: T.int64, scale: T.float32,
     ):  # fmt: skip
         with T.Kernel(tiles, threads=threads) as block:
             row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
@@ -87,10 +87,12 @@ def dropout_forward(
                 c0, c1 = words(vec, threads, depth, share), words(vec, threads, depth, share)
                 c2, c3 = words(vec, threads, depth, share), words(vec, threads, depth, share)
                 draw(c0, c1, c2, c3, seed[0], offset[0] if started else T.int64(0), row, first * vec, share)
+                values = tile(vec, threads, depth)
                 for j in T.Parallel(vec * chunk):
-                    keep = T.shift_right(word_of(c0, c1, c2, c3, j, first * vec + j, share), T.uint32(8)) >= u32(least)
-                    value = T.Select(keep, f32(xs[j]) * scale, T.float32(0))
-                    xs[j] = T.Cast(dtype, f32(rs[j]) + value)
+                    keep = word_of(c0, c1, c2, c3, j, first * vec + j, share) > u32(limit)
+                    values[j] = T.Select(keep, f32(xs[j]), T.float32(0))
+                for j in T.Parallel(vec * chunk):  # apart, so in vectors
+                    xs[j] = T.Cast(dtype, f32(rs[j]) + values[j] * scale)
             else:
                 for j in T.Parallel(vec * chunk):
                     xs[j] = T.Cast(dtype, f32(rs[j]) + f32(xs[j]))
@@ -115,7 +117,7 @@ def dropout_backward(*, dtype: str, flat: bool, vec: int, threads: int, depth: i
     def dropout_backward(
         dy: T.Tensor((n,), dtype), state: T.Tensor((n,), "int64"), dx: T.Tensor((n,), dtype),
         dy_inner: T.int64, dy_outer: T.int64, dy_stride: T.int64, dy_step: T.int64,
-        row_vectors: T.int64, tiles: T.int32, least: T.int64, scale: T.float32,
+        row_vectors: T.int64, tiles: T.int32, limit: T.int64, scale: T.float32,
     ):  # fmt: skip
         with T.Kernel(tiles, threads=threads) as block:
             row, first = place_of(T.Cast("int64", block), row_vectors, chunk, flat)
@@ -125,9 +127,12 @@ def dropout_backward(*, dtype: str, flat: bool, vec: int, threads: int, depth: i
                 c0, c1 = words(vec, threads, depth, share), words(vec, threads, depth, share)
                 c2, c3 = words(vec, threads, depth, share), words(vec, threads, depth, share)
                 draw(c0, c1, c2, c3, state[0], state[1], row, first * vec, share)
+                values = tile(vec, threads, depth)
                 for j in T.Parallel(vec * chunk):
-                    keep = T.shift_right(word_of(c0, c1, c2, c3, j, first * vec + j, share), T.uint32(8)) >= u32(least)
-                    ds[j] = T.Cast(dtype, T.Select(keep, f32(ds[j]) * scale, T.float32(0)))
+                    keep = word_of(c0, c1, c2, c3, j, first * vec + j, share) > u32(limit)
+                    values[j] = T.Select(keep, f32(ds[j]), T.float32(0))
+                for j in T.Parallel(vec * chunk):  # apart, so in vectors
+                    ds[j] = T.Cast(dtype, values[j] * scale)
             store_tile(dx, ds, vec, row, first, row_vectors)
 
     return dropout_backward

@@ -117,27 +117,3 @@ def gated_backward(
                 dgate[block] = T.Cast(gate_dtype, whole[0])
 
     return gated_backward
-
-
-def sum_groups(*, dtype: str, lanes: int, depth: int) -> Any:
-    """[groups, C] partial sums to [C], rounded once: a block adds `lanes` columns, its threads every `depth`-th row."""
-    n = T.dynamic("n", "int64")
-
-    @T.prim_func
-    def sum_groups(partials: T.Tensor((n,), F32), out: T.Tensor((n,), dtype), groups: T.int32, columns: T.int64):
-        with T.Kernel(T.ceildiv(columns, lanes), threads=lanes * depth) as block:
-            part = T.alloc_fragment((depth, lanes), F32)
-            T.annotate_layout({part: T.Fragment((depth, lanes), forward_fn=lambda i, j: (i * lanes + j, 0))})
-            whole = T.alloc_fragment((lanes,), F32)
-            T.clear(part)
-            first = T.Cast("int64", block) * lanes
-            for turn in T.serial(T.ceildiv(groups, depth)):
-                for i, j in T.Parallel(depth, lanes):
-                    if (turn * depth + i < groups) & (first + j < columns):
-                        part[i, j] += partials[T.Cast("int64", turn * depth + i) * columns + first + j]
-            T.reduce_sum(part, whole, dim=0)
-            for j in T.Parallel(lanes):
-                if first + j < columns:
-                    out[first + j] = T.Cast(dtype, whole[j])
-
-    return sum_groups

@@ -25,7 +25,7 @@ def gate_at(gate, rows, columns, mask, stride, outer, count, step, BROADCAST: tl
     elif BROADCAST == "rows":
         return load(gate, rows, columns, mask, stride, outer, count, step, "evict_last")
     else:
-        return load(gate, rows, columns, mask, stride, outer, count, step, "evict_first")
+        return load(gate, rows, columns, mask, stride, outer, count, step, "")
 
 
 @triton.jit(do_not_specialize=["total_rows", "x_count", "gate_count", "residual_count"])
@@ -36,10 +36,10 @@ def gated_forward(
 ):  # fmt: skip
     """y = residual + x * gate."""
     rows, columns, mask = tile_at(tl.program_id(0).to(tl.int64), total_rows, total_columns, ROWS, BLOCK, FLAT)
-    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "evict_first")
+    value = load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
     value *= gate_at(gate, rows, columns, mask, gate_stride, gate_outer, gate_count, gate_step, BROADCAST)
     value += load(residual, rows, columns, mask, residual_stride, residual_outer, residual_count, residual_step,
-                  "evict_first")  # fmt: skip
+                  "")  # fmt: skip
     store(y, rows, columns, total_columns, mask, value)
 
 
@@ -71,9 +71,9 @@ def gated_backward(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in tl.range(start, stop, step):
         rows, columns, mask = tile_at(index, total_rows, total_columns, ROWS, BLOCK, FLAT)
-        d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "evict_first")
+        d = load(dy, rows, columns, mask, dy_stride, dy_outer, dy_count, dy_step, "")
         if NEEDS_DGATE:
-            value = d * load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "evict_first")
+            value = d * load(x, rows, columns, mask, x_stride, x_outer, x_count, x_step, "")
             if SUM == "none":
                 store(dgate, rows, columns, total_columns, mask, value)
             else:
@@ -119,4 +119,4 @@ def backward(call: Call, config: Config) -> tuple[Launch, ...]:
     constants |= {"BROADCAST": gate_of(call), "SUM": summed, "PDL": pdl}
     constants |= {"NEEDS_DX": call.has("dx"), "NEEDS_DGATE": call.has("dgate")}
     first = Launch(gated_backward, grids[summed], args, constants, {"num_warps": config.num_warps})
-    return (first,) if partials is None else (first, sum_groups(call, partials, call.dgate, pdl))
+    return (first,) if partials is None else (first, sum_groups(call, partials, call.dgate, pdl=pdl))
