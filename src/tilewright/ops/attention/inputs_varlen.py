@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.core.probes import Extent, Probes
 from tilewright.ops.attention import inputs
 
-SIZES = {"Hq": 4, "Hkv": 2, "D": 64, "Dv": 64, "N1": 6}
+SIZES = {"Hq": 2, "Hkv": 1, "D": 64, "Dv": 64, "N1": 6}
 MOST_TOKENS = 2048
 """Of a check, whose definition looks at every pair of tokens."""
 
@@ -25,10 +25,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True, "align": "top_left"},
     {"causal": True, "align": "bottom_right"},
     {"align": "bottom_right", "window_left": 17, "window_right": 9},
-    {"prefix_rows": 3, "prefix_kv": 5, "causal": True, "align": "bottom_right"},
-    {"scale": 0.3},
+    {"prefix_rows": 3, "prefix_kv": 5, "causal": True, "align": "bottom_right", "scale": 0.3},
     {"dropout_p": 0.3},
 )
+VARIED: tuple[dict[str, int], ...] = ({"Hkv": 2}, {"Hq": 3, "D": 72, "Dv": 72}, {"D": 128, "Dv": 128})
 
 
 def small(extent: Extent) -> Extent:
@@ -92,7 +92,7 @@ FORWARD = Probes(
     values={**_VALUES, "seed": inputs.number, "offset": inputs.number},
     dtypes=_DTYPES,
     tables=("k", "v"),
-    varied=({"Hkv": 4}, {"Hq": 3, "Hkv": 1, "D": 72, "Dv": 72}, {"D": 128, "Dv": 128}),
+    varied=VARIED,
     derive=derive,
     flat=True,
     small=small,
@@ -107,7 +107,7 @@ BACKWARD = Probes(
     values={**_VALUES, "state": inputs.number, "lse": inputs.statistic, "dlse": _gradient},
     dtypes=_DTYPES,
     tables=("k", "v"),
-    varied=({"Hkv": 4}, {"Hq": 3, "Hkv": 1, "D": 72, "Dv": 72}, {"D": 128, "Dv": 128}),
+    varied=VARIED,
     derive=derive_backward,
     flat=True,
     small=small,
