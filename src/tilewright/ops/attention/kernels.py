@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core.capability import Capability, cpu, cuda, unit_stride
+from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.attention import vendor
+from tilewright.ops.attention import configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -40,4 +40,18 @@ VENDOR_KERNELS = [
     )
 ]  # fmt: skip
 
-KERNELS = [*VENDOR_KERNELS]
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_forward:forward",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
+        ),
+        configs.forward_configs,
+    )
+    for op in ("attention", "varlen_attention")
+]
+
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS]
