@@ -1,4 +1,4 @@
-"""What families share in working out configs: powers of two, shared memory, how many blocks a TileLang launch may have."""
+"""What families share in working out configs: powers of two, shared memory, how many blocks a TileLang launch has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How attention is cut into tiles for Triton, best guess first, and which fit the shared memory of a device. Needs no
 compiler.
 
-Keys: `m` packed queries and `n` keys a tile; `parts` programs that share the keys of a tile; `tma` 1 where keys and values
-come through descriptors; `apart` 1 where warps specialise; warps and pipeline stages.
+Keys: `m` packed queries and `n` keys a tile; `parts` programs that share the keys of a tile; `tma` 1 where keys and
+values come through descriptors; `apart` 1 where warps specialise; warps and pipeline stages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,25 @@ Shape = tuple[int, int, int, int]
 """m, n, warps, stages."""
 
 NARROW: tuple[Shape, ...] = ((128, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 3))
-"""Of heads up to 64."""
-MIDDLE: tuple[Shape, ...] = ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3))
+"""Of heads up to 64, where products are of whole warp groups (Hopper and later): accumulators then leave room."""
+MIDDLE: tuple[Shape, ...] = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2))
 """Up to 128."""
 BROAD: tuple[Shape, ...] = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2))
 """Up to 256."""
+OTHERS: dict[int, tuple[Shape, ...]] = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 2)),
+    128: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 2)),
+    256: ((64, 32, 8, 2), (64, 64, 8, 1), (128, 32, 8, 1)),
+}
+"""Of other devices, by the width of a head."""
 FEW: tuple[Shape, ...] = ((16, 64, 4, 4), (16, 128, 4, 3), (16, 64, 2, 4), (16, 32, 4, 4), (16, 32, 4, 2))
 """Of so few queries that keys are read once and waited for."""
-SINGLE: tuple[Shape, ...] = ((32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 1))
-"""float32 is multiplied without tensor cores, in registers."""
+SINGLE: dict[int, tuple[Shape, ...]] = {
+    64: ((32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 2)),
+    128: ((32, 32, 8, 2), (16, 32, 4, 1), (32, 16, 8, 1)),
+    256: ((16, 16, 4, 1), (16, 16, 8, 1)),
+}
+"""Of float32, by the width of a head."""
 SMALLEST: Shape = (16, 16, 4, 1)
 LEAST_KEYS = 256
 """Of a part."""
@@ -36,7 +46,8 @@ MOST_PARTS = 64
 
 
 def packed_heads(call: Call) -> int:
-    """How many query heads, of those that read the same keys, share a tile: all where queries are too few to fill one."""
+    """How many query heads, of those that read the same keys, share a tile: all, where queries are too few to fill one
+    (packed sequences aside)."""
     group: int = call.q.shape[-2] // call.k.shape[-2]
     return group if "cu_seqlens_q" not in call.tensors and power_of_2_at_least(call.q.shape[-3]) <= 64 else 1
 
@@ -48,7 +59,7 @@ def width_of(facts: TensorFacts) -> int:
 
 def by_descriptor(call: Call) -> bool:
     """Whether hardware can copy tiles of keys and values: rows at multiples of 16 bytes, in half precision."""
-    if call.device.is_gpu and (call.device.kind != "cuda" or call.device.sm < 90):
+    if call.device.is_gpu and not 90 <= call.device.sm < 120:
         return False
     for facts in (call.k, call.v):
         size = facts.dtype.itemsize
@@ -63,21 +74,22 @@ def by_descriptor(call: Call) -> bool:
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
     """Of the forward pass, for so many queries and keys by the power of two above, as in a call class."""
-    q, wide = call.q, max(width_of(call.q), width_of(call.v))
+    q, wide = call.q, max(64, width_of(call.q), width_of(call.v))
     rows = power_of_2_at_least(q.shape[-3]) * packed_heads(call)
-    if q.dtype == torch.float32:
-        wanted = SINGLE
+    if q.dtype == torch.float32 and call.device.is_gpu:
+        wanted = SINGLE[wide]
     elif rows <= 16:
         wanted = FEW
     else:
-        wanted = NARROW if wide <= 64 else MIDDLE if wide <= 128 else BROAD
+        groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
+        wanted = {64: NARROW, 128: MIDDLE, 256: BROAD}[wide] if groups else OTHERS[wide]
         if rows <= 64:
             wanted = tuple((min(m, 64), n, 4 if m > 64 else warps, stages) for m, n, warps, stages in wanted)
     fitting = _fitting(call, wanted) or _fitting(call, (SMALLEST,))
     found: list[Config] = []
     for m, n, warps, stages in fitting:
         for parts in _parts(call, m):
-            for tma in (0, 1) if by_descriptor(call) and rows > 16 else (0,):
+            for tma in (1, 0) if call.device.is_gpu and rows > 16 and by_descriptor(call) else (0,):
                 found.append(
                     Config(m=m, n=n, parts=parts, tma=tma, apart=0, num_warps=warps, num_stages=stages)
                 )  # fmt: skip

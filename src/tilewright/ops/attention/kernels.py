@@ -12,7 +12,8 @@ _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
 _DENSE = unit_stride("q", "k", "v", "o")
 
-# In half precision the forward for CPUs takes a coarse exponential: lse is off by 17 ulps of float32, which gradients read.
+# In half precision the forward for CPUs takes a coarse exponential: lse is off by 17 ulps of float32, and gradients
+# read it.
 VENDOR_KERNELS = [
     Kernel(
         f"attention{suffix}",
@@ -44,7 +45,7 @@ TRITON_KERNELS = [
     Kernel(
         op,
         "triton",
-        f"{_HERE}.triton_forward:forward",
+        f"{_HERE}.triton:forward",
         Capability(
             (cuda(80), hip("gfx942")),
             limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),

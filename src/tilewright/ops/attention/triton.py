@@ -1,8 +1,8 @@
 """How Triton runs attention and varlen_attention: one tile of queries a program, over its keys with an online softmax.
 
-Scores are kept in powers of 2, with the scale folded into the exponent. Keys that every row of a tile sees need no mask;
-those at the edges are walked apart. Few queries share their keys among PARTS programs, whose results `triton_merge`
-combines. With TMA, keys and values come through descriptors that end where the sequence does.
+Scores are kept in powers of 2, with the scale folded into the exponent. Keys that every row of a tile sees need no
+mask; those at the edges are walked apart. Where queries are few, PARTS programs share the keys of a tile, and a second
+kernel merges what they found. With TMA, keys and values come through descriptors that end where the sequence does.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton.language as tl
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.attention import triton_places as places
+from tilewright.ops.attention import triton_tiles as shared
 from tilewright.ops.attention.configs import packed_heads, width_of
 from tilewright.ops.attention.softmax import scale_of
-from tilewright.ops.attention.triton_places import kept, place_of, seen_by
+from tilewright.ops.attention.triton_tiles import kept, place_of, seen_by
 
 DESCRIPTOR = 128
 """Bytes of one."""
@@ -24,36 +24,38 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tile_of(at, first, end, row_step, columns, width, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr,
-            D: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+def tile_of(
+    at, first, end, row_step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """[N, D] of keys or values from `first` on, 0 past `end`."""
     if TMA:
         return at.load([first, 0])
     else:
         place = at + first * row_step  # a product of 64 bits, as the step has
-        lines = tl.arange(0, N)
+        lines, columns = tl.arange(0, N), tl.arange(0, D)
         place += lines[:, None].to(tl.int64) * row_step + columns[None, :]
         if MASKED:
             there = (lines < end - first)[:, None]
-            return tl.load(place, mask=there if EVEN else there & (columns < width)[None, :], other=0.0)
-        elif EVEN:
+            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
+        elif WIDTH == D:
             return tl.load(place)
         else:
-            return tl.load(place, mask=(columns < width)[None, :], other=0.0)
+            return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def walk(
     q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
-    width, v_width, seed, offset, numbers, limit,
+    seed, offset, numbers, limit,
     MASKED: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, V_EVEN: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score)."""
-    columns, v_columns = tl.arange(0, D), tl.arange(0, DV)
     for first in tl.range(start, stop, N, warp_specialize=APART):
-        keys = tile_of(k, first, end, k_row, columns, width, MASKED, TMA, N, D, EVEN)
-        scores = tl.dot(q, keys.T, input_precision="ieee")
+        keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
+        scores = tl.dot(q, keys.T, input_precision=PRECISION)
         if NEGATIVE:
             scores = -scores
         if MASKED:
@@ -76,8 +78,8 @@ def walk(
         top = new
         if DROPS:
             p = tl.where(kept(seed, offset, numbers, first, limit, N), p, 0.0)
-        values = tile_of(v, first, end, v_row, v_columns, v_width, MASKED, TMA, N, DV, V_EVEN)
-        total = tl.dot(p.to(values.dtype), values, total, input_precision="ieee")
+        values = tile_of(v, first, end, v_row, MASKED, TMA, N, DV, V_WIDTH)
+        total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
     return total, sums, top
 
 
@@ -90,12 +92,16 @@ def attention_forward(
     q, k, v, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, seed, offset, o, lse, state,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
-    tiles, heads, group, width, v_width, factor, limit, kept_scale,
+    tiles, heads, group, factor, limit, kept_scale,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
     NEGATIVE: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, V_EVEN: tl.constexpr,
+    UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
+    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
+    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
+    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
     program = tl.program_id(0)
     part = program % PARTS
     program = program // PARTS
@@ -117,11 +123,10 @@ def attention_forward(
                         BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
     columns = tl.arange(0, D)
     q_place = q + batch * q_batch + (first_query + query) * q_row + which * q_head
-    q_mask = inside[:, None] if EVEN else inside[:, None] & (columns < width)[None, :]
+    q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
     mine = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
 
     # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
-    first, last = tile * M // PACK, tl.minimum(tile * M + M, queries * PACK) - 1
     start = tl.min(tl.where(inside, low, there), 0)
     end = tl.minimum(tl.max(tl.where(inside, high, 0), 0), there)
     start = start // N * N
@@ -142,8 +147,8 @@ def attention_forward(
     v_first = v + batch * v_batch + first_key * v_row + key_head * v_head
     if TMA:
         lines = tl.maximum(end, 1)
-        at_k = tl.make_tensor_descriptor(k_first, [lines, width.to(tl.int32)], [k_row, 1], [N, D])
-        at_v = tl.make_tensor_descriptor(v_first, [lines, v_width.to(tl.int32)], [v_row, 1], [N, DV])
+        at_k = tl.make_tensor_descriptor(k_first, [lines, WIDTH], [k_row, 1], [N, D])
+        at_v = tl.make_tensor_descriptor(v_first, [lines, V_WIDTH], [v_row, 1], [N, DV])
     else:
         at_k, at_v = k_first, v_first
 
@@ -171,20 +176,20 @@ def attention_forward(
         if LEFT:
             total, sums, top = walk(
                 mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
-                k_row, v_row, width, v_width, drawn, offsets, numbers, limit,
-                True, NEGATIVE, DROPS, TMA, False, N, D, DV, EVEN, V_EVEN,
+                k_row, v_row, drawn, offsets, numbers, limit,
+                True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         total, sums, top = walk(
             mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
-            k_row, v_row, width, v_width, drawn, offsets, numbers, limit,
-            False, NEGATIVE, DROPS, TMA, APART, N, D, DV, EVEN, V_EVEN,
+            k_row, v_row, drawn, offsets, numbers, limit,
+            False, NEGATIVE, DROPS, TMA, APART, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     else:
         edge = start
     total, sums, top = walk(
         mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
-        k_row, v_row, width, v_width, drawn, offsets, numbers, limit,
-        True, NEGATIVE, DROPS, TMA, False, N, D, DV, EVEN, V_EVEN,
+        k_row, v_row, drawn, offsets, numbers, limit,
+        True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
     )  # fmt: skip
 
     scale = tl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
@@ -193,15 +198,15 @@ def attention_forward(
     total *= scale[:, None]
     level = top + tl.math.log2(sums)  # -Inf where nothing was seen
     v_columns = tl.arange(0, DV)
-    store = inside[:, None] if V_EVEN else inside[:, None] & (v_columns < v_width)[None, :]
+    store = inside[:, None] if V_WIDTH == DV else inside[:, None] & (v_columns < V_WIDTH)[None, :]
     if PARTS > 1:
         numbers = numbers * PARTS + part
         tl.store(lse + numbers, level, mask=inside)
-        tl.store(o + numbers[:, None] * v_width + v_columns[None, :], total, mask=store)
+        tl.store(o + numbers[:, None] * V_WIDTH + v_columns[None, :], total, mask=store)
     else:
         tl.store(lse + numbers, level * LN2, mask=inside)
         token = batch * rows + first_query + query
-        out = o + (token * heads + which)[:, None] * v_width + v_columns[None, :]
+        out = o + (token * heads + which)[:, None] * V_WIDTH + v_columns[None, :]
         tl.store(out, total.to(o.dtype.element_ty), mask=store)
 
 
@@ -210,7 +215,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     q, k, v = call.q, call.k, call.v
     pack, parts = packed_heads(call), config.parts
     batch = q.shape[0] if len(q.shape) == 4 else 1
-    tiles = places.tiles_of(call, config.m, pack)
+    count, unit = shared.tiles_of(call, config.m, pack), shared.unit_of(q, k, v)
     tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("q", "k", "v", "o", "lse", "state")}
     if parts > 1:
         lines = batch * q.shape[-2] * q.shape[-3] * parts
@@ -219,17 +224,17 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     args: dict[str, Argument] = {
         **tensors,
         **{name: call.tensors[name] if drops else None for name in ("seed", "offset", "state")},
-        **places.strides("q", q), **places.strides("k", k), **places.strides("v", v),
-        **places.mask_arguments(call), **places.heads_of(call), **places.number_arguments(call),
-        "tiles": tiles, "width": q.columns, "v_width": v.columns,
+        **shared.strides(q, unit), **shared.strides(k, unit), **shared.strides(v, unit),
+        **shared.mask_arguments(call), **shared.heads_of(call), **shared.number_arguments(call),
+        "tiles": count,
     }  # fmt: skip
-    wide, v_wide = width_of(q), width_of(v)
     constants = {
-        **places.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
+        **shared.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
         "TMA": bool(config.tma), "APART": bool(config.apart), "PACK": pack, "PARTS": parts,
-        "M": config.m, "N": config.n, "D": wide, "DV": v_wide, "EVEN": wide == q.columns, "V_EVEN": v_wide == v.columns,
+        "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
+        "UNIT": unit, "PRECISION": shared.precision(call),
     }  # fmt: skip
-    programs = tiles * batch * (q.shape[-2] // pack) * parts
+    programs = count * batch * (q.shape[-2] // pack) * parts
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     workspace = Scratch("descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if config.tma else None
     made = Launch(attention_forward, (programs, 1, 1), args, constants, options, workspace=workspace)
