@@ -164,9 +164,9 @@ def number_arguments(call: Call) -> dict[str, Argument]:
 
 def tiles_of(call: Call, m: int, pack: int) -> int:
     """Tiles of M rows of one head: of packed sequences as many as there can be."""
-    rows = call.q.shape[-3] * pack
+    rows: int = call.q.shape[-3] * pack
     if "cu_seqlens_q" in call.tensors:
-        return rows // m + call.cu_seqlens_q.shape[0]
+        return rows // m + int(call.cu_seqlens_q.shape[0])
     return -(-rows // m)
 
 
