@@ -14,21 +14,28 @@ CUBIC = tl.constexpr(0.044715)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 FLAT_SQUARE = tl.constexpr(4096.0)  # the square of functions.FLAT
-HALF_LOG2E = tl.constexpr(0.5 * _LOG2E)
+LOG2E, HALF_LOG2E = tl.constexpr(_LOG2E), tl.constexpr(0.5 * _LOG2E)
 TAIL, TAIL_STEP, DEGREE = tl.constexpr(_TAIL), tl.constexpr(_TAIL_STEP), tl.constexpr(len(_TAIL) - 1)
+
+
+@triton.jit
+def reciprocal(d):
+    """1 / d of d from 1 to infinity, in two instructions: a quotient takes seven, which scale what is out of range."""
+    root = tl.rsqrt(d)
+    return root * root
 
 
 @triton.jit
 def logistic(z):
     """s(z). The exponential may be infinite: its reciprocal is 0."""
-    return 1.0 / (1.0 + tl.exp(-z))
+    return reciprocal(1.0 + tl.exp2(-LOG2E * z))
 
 
 @triton.jit
 def logistics(z):
-    """(s(z), s(-z)) of one exponential and one quotient. The exponential may be infinite: its reciprocal is 0, and
+    """(s(z), s(-z)) of one exponential and one reciprocal. The exponential may be infinite: its reciprocal is 0, and
     until then the smaller of the two is as small as a float32 can be; exp(-|z|) is flushed to 0 before."""
-    far = 1.0 / (1.0 + tl.exp(tl.abs(z)))
+    far = reciprocal(1.0 + tl.exp2(LOG2E * tl.abs(z)))
     near = 1.0 - far
     return tl.where(z < 0.0, far, near), tl.where(z < 0.0, near, far)
 
@@ -41,7 +48,7 @@ def inner(g):
 @triton.jit
 def normal(g):
     """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
-    t = 1.0 / (1.0 + TAIL_STEP * tl.abs(g))
+    t = reciprocal(1.0 + TAIL_STEP * tl.abs(g))
     ratio = t * TAIL[DEGREE] + TAIL[DEGREE - 1]
     for i in tl.static_range(2, DEGREE + 1):
         ratio = ratio * t + TAIL[DEGREE - i]
