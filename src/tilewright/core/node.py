@@ -248,8 +248,9 @@ class _Refuse(torch.autograd.Function):
 
 def refuse_gradient(op: Op[Any]) -> NoReturn:
     """Raise what an op without a gradient says."""
-    if registry.served_by(op.name):
-        raise NoGradient(f"{op.name} has no gradient: double backward (create_graph=True) is not supported")
+    if registry.served_by(op.functional.name):
+        name = op.functional.name
+        raise NoGradient(f"{name} has no gradient: double backward (create_graph=True) is not supported")
     if op.functional is not op:
         raise NoGradient(f"{op.name} has no gradient: use {op.functional.name}, or call it under torch.no_grad()")
     raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")

@@ -20,7 +20,7 @@ from tilewright.core.backend import Backend
 from tilewright.core.capability import Capability
 from tilewright.core.errors import TilewrightError, UnknownName
 from tilewright.core.kernel import Kernel
-from tilewright.core.op import Op
+from tilewright.core.op import Gradient, Op
 
 ENTRY_POINTS = "tilewright.kernels"
 
@@ -96,9 +96,9 @@ def form_of(name: str) -> Op[Any]:
 
 
 def forms() -> list[Op[Any]]:
-    """Every in-place form, those of plug-ins included."""
+    """Every in-place form that is listed, those of plug-ins included."""
     _load_plugins()
-    return list(_forms.values())
+    return [form for form in _forms.values() if getattr(form, "listed", True)]
 
 
 def find(name: str) -> Op[Any]:
@@ -172,6 +172,12 @@ def ops() -> list[Op[Any]]:
 def served_by(gradient: str) -> list[Op[Any]]:
     """The ops that name `gradient` as a gradient of theirs; none for an op that is not one."""
     return [o for o in list(_ops.values()) if any(one.op == gradient for one in o.gradients)]
+
+
+def gradients_with(name: str) -> list[Gradient]:
+    """The gradients of or by the op of this name, as far as both ops are declared."""
+    known = [(o.name, one) for o in list(_ops.values()) for one in o.gradients if one.op in _ops]
+    return [one for owner, one in known if name in (owner, one.op)]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:
