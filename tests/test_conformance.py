@@ -1,7 +1,7 @@
 """The conformance suite over every (op, kernel, dtype) of the registry that runs on this machine.
 
 `make test` takes what is quick: aten, Triton's interpreter, inductor for one op; the rest of inductor, which compiles
-each op for seconds, and of the interpreted gradients runs by `make test-all`.
+each op for seconds, and of the interpreted gradients and products of every row by every row runs by `make test-all`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 
 
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
-    backward = registry.op(kernel.op).gradient is None or dtype == torch.float16
-    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and backward)) and (
+    op = registry.op(kernel.op)
+    heavy = op.gradient is None or dtype == torch.float16 or op.probes.small is not None
+    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and heavy)) and (
         kernel.backend,
         kernel.op,
         dtype,

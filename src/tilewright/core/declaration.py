@@ -125,6 +125,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     for gradient in op.gradients:
         made = (*op.tensors, *op.out, *op.saved)
         yield from _unknown("gradient.grads", gradient.grads, op.out)
+        yield from _unknown("gradient.seldom", gradient.seldom, gradient.grads)
         yield from _unknown("gradient.takes", gradient.takes.values(), made)
         yield from _unknown("gradient.gives", gradient.gives, op.tensors)
         yield from _unknown("gradient.only", gradient.only.values(), op.optional)

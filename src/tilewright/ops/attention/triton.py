@@ -99,18 +99,20 @@ def attention_forward(
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
-    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
-    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
-    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    unit = tl.full((), UNIT, tl.int64)  # not the number itself: a stride that fits 32 bits may not when multiplied
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
     program = tl.program_id(0)
     part = program % PARTS
     program = program // PARTS
     # Tiles of one head follow each other, so that what runs at a time shares keys in the L2; the last ones, which see
     # the most, go first.
     slot = tiles.to(tl.int32) - 1 - program % tiles.to(tl.int32)
-    unit = program // tiles.to(tl.int32)
-    units = (heads // PACK).to(tl.int32)
-    batch, head = (unit // units).to(tl.int64), (unit % units).to(tl.int64) * PACK
+    group_of_heads = program // tiles.to(tl.int32)
+    groups = (heads // PACK).to(tl.int32)
+    batch = (group_of_heads // groups).to(tl.int64)
+    head = (group_of_heads % groups).to(tl.int64) * PACK
     tile, first_query, queries, first_key, there = place_of(
         slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, PACK, M
     )
