@@ -89,11 +89,19 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
         assert result.passed >= result.cases * 0.1
 
 
+YET_TO_COME = {
+    "attention": {"tilelang"},
+    "attention_backward": {"triton", "tilelang"},
+    "varlen_attention": {"tilelang"},
+    "varlen_attention_backward": {"triton", "tilelang"},
+}
+"""The youngest family is not finished: what its ops lack. One that gains a kernel leaves the table."""
+
+
 def test_every_op_has_more_than_its_reference() -> None:
-    for op in registry.ops():
-        backends = {k.backend for k in registry.kernels_of(op.name)}
-        finished = {"triton", "tilelang"}
-        assert {"reference", "inductor"} | finished <= backends, op
+    wanted = {"reference", "inductor", "triton", "tilelang"}
+    lacking = {op.name: wanted - {k.backend for k in registry.kernels_of(op.name)} for op in registry.ops()}
+    assert {name: lacks for name, lacks in lacking.items() if lacks} == YET_TO_COME
 
 
 @pytest.mark.parametrize("op", [op for op in registry.ops() if len(op.probes.either) > 1], ids=str)
