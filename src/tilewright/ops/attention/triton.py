@@ -13,10 +13,10 @@ import triton.language as tl
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.attention import triton_tiles as shared
+from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
 from tilewright.ops.attention.softmax import scale_of
-from tilewright.ops.attention.triton_tiles import kept, place_of, seen_by
+from tilewright.ops.attention.triton_tiles import kept, place_of, precision, seen_by
 
 DESCRIPTOR = 128
 """Bytes of one."""
@@ -217,7 +217,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     q, k, v = call.q, call.k, call.v
     pack, parts = packed_heads(call), config.parts
     batch = q.shape[0] if len(q.shape) == 4 else 1
-    count, unit = shared.tiles_of(call, config.m, pack), shared.unit_of(q, k, v)
+    count, unit = arguments.tiles_of(call, config.m, pack), arguments.unit_of(q, k, v)
     tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("q", "k", "v", "o", "lse", "state")}
     if parts > 1:
         lines = batch * q.shape[-2] * q.shape[-3] * parts
@@ -226,15 +226,15 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     args: dict[str, Argument] = {
         **tensors,
         **{name: call.tensors[name] if drops else None for name in ("seed", "offset", "state")},
-        **shared.strides(q, unit), **shared.strides(k, unit), **shared.strides(v, unit),
-        **shared.mask_arguments(call), **shared.heads_of(call), **shared.number_arguments(call),
+        **arguments.strides(q, unit), **arguments.strides(k, unit), **arguments.strides(v, unit),
+        **arguments.mask_arguments(call), **arguments.heads_of(call), **arguments.number_arguments(call),
         "tiles": count,
     }  # fmt: skip
     constants = {
-        **shared.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
+        **arguments.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
         "TMA": bool(config.tma), "APART": bool(config.apart), "PACK": pack, "PARTS": parts,
         "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
-        "UNIT": unit, "PRECISION": shared.precision(call),
+        "UNIT": unit, "PRECISION": precision(call),
     }  # fmt: skip
     programs = count * batch * (q.shape[-2] // pack) * parts
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
