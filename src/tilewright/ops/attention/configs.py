@@ -1,5 +1,5 @@
-"""How attention is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a device.
-Needs no compiler.
+"""How attention is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
+device. Needs no compiler.
 
 Keys: `m` packed queries and `n` keys a tile; `parts` programs that share the keys of a tile; `tma` 1 where keys and
 values come through descriptors; `apart` 1 where warps specialise; warps and pipeline stages.
