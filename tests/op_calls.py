@@ -12,6 +12,7 @@ from torch import Tensor
 import tilewright  # noqa: F401  declares the ops
 from tilewright.core import node, registry
 from tilewright.core.op import Op
+from tilewright.core.probes import Extent
 from tilewright.verify.cases import make_inputs
 
 C = 24
@@ -32,6 +33,11 @@ def inputs_of(
     if grad:
         ask(op, made)
     return list(made.values())
+
+
+def few(op: Op[Any], lead: tuple[int, ...], columns: int, most: int) -> Extent:
+    """Inputs whose other sizes are small too."""
+    return Extent(lead, columns, {name: min(size, most) for name, size in op.probes.sizes.items()})
 
 
 def left_out(op: Op[Any]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from op_calls import (
     ask,
     differentiable,
     every_op,
+    few,
     gradients,
     inputs_of,
     leaves_of,
@@ -33,7 +34,6 @@ from op_calls import (
 from tilewright.core import evidence, registry
 from tilewright.core.kernel import Kernel
 from tilewright.core.op import Op
-from tilewright.core.probes import Extent
 from tilewright.verify.cases import make_inputs
 
 # Modes ----------------------------------------------------------------------------------------------------------------
@@ -151,8 +151,7 @@ def test_gradcheck_in_float64(op: Op[Any]) -> None:
             continue  # rounds in between, though not in float64
         if any(isinstance(value, torch.dtype) for value in options.values()):
             continue  # rounds at the output
-        few = {name: min(size, 4) for name, size in op.probes.sizes.items()}  # of which each element is asked for
-        made = make_inputs(op, Extent((3,), 5, few), torch.float64, options, left_out(op))
+        made = make_inputs(op, few(op, (3,), 5, 4), torch.float64, options, left_out(op))  # each element is asked for
         ask(op, made)
 
         def call(*tensors: Any) -> list[Tensor]:
