@@ -316,15 +316,19 @@ def test_graphs_that_hold_one_pass_have_copies(captured: str) -> None:
     upstream = torch.tensor(3.0, device="cuda")
     torch.autograd.grad(tw.bce_with_logits(x, y, backend="triton"), x, upstream)
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # autograd runs a backward where its forward ran, which must be where it is captured
     if captured in ("forward", "each"):
-        with torch.cuda.graph(first):
+        with torch.cuda.graph(first, stream=stream):
             loss = tw.bce_with_logits(x, y, backend="triton")
         first.replay()
     else:
-        loss = tw.bce_with_logits(x, y, backend="triton")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            loss = tw.bce_with_logits(x, y, backend="triton")
+        torch.cuda.current_stream().wait_stream(stream)
     (unit,) = held(loss)
     if captured in ("backward", "each"):
-        with torch.cuda.graph(second, pool=first.pool() if captured == "each" else None):
+        with torch.cuda.graph(second, pool=first.pool() if captured == "each" else None, stream=stream):
             (found,) = torch.autograd.grad(loss, x, upstream, retain_graph=True)
         for _ in range(3):
             second.replay()

@@ -48,17 +48,23 @@ def inner(g):
 
 
 @triton.jit
-def normal(g):
-    """The normal distribution at g, and exp(-g^2 / 2). Neither tail cancels, as 1 + erf does."""
-    d = 1.0 + TAIL_STEP * tl.minimum(tl.abs(g), FAR)
+def tail_of(g):
+    """(a, the normal distribution at -a, exp(-a^2 / 2)) of a = |g|, or FAR where |g| is larger."""
+    a = tl.minimum(tl.abs(g), FAR)
+    d = 1.0 + TAIL_STEP * a
     near = reciprocal(d)
     t = near + near * (1.0 - d * near)  # Newton's step, exact to half an ulp
     ratio = t * TAIL[DEGREE] + TAIL[DEGREE - 1]
     for i in tl.static_range(2, DEGREE + 1):
         ratio = ratio * t + TAIL[DEGREE - i]
-    bell = tl.exp2(-HALF_LOG2E * (g * g))
-    tail = ratio * bell
-    return tl.where(g < 0.0, tail, 1.0 - tail), bell
+    bell = tl.exp2(-HALF_LOG2E * (a * a))
+    return a, ratio * bell, bell
+
+
+@triton.jit
+def gelu(g, a, tail):
+    """g times the normal distribution at g. Neither tail cancels, as 1 + erf does."""
+    return tl.where(g < 0.0, g * tail, g - a * tail)
 
 
 @triton.jit
@@ -75,7 +81,8 @@ def activation(g, ACT: tl.constexpr):
     elif ACT == "gelu_tanh":
         return g * logistic(inner(g))
     else:
-        return g * normal(g)[0]
+        a, tail, _bell = tail_of(g)
+        return gelu(g, a, tail)
 
 
 @triton.jit
@@ -95,8 +102,8 @@ def act_and_slope(g, ACT: tl.constexpr):
         square = tl.minimum(g * g, FLAT_SQUARE)  # else infinity times 0, of a finite g
         return g * s, s + g * (s * rest * (TWICE_ROOT * (1.0 + 3.0 * CUBIC * square)))
     else:
-        below, bell = normal(g)
-        return g * below, below + g * (DENSITY * bell)
+        a, tail, bell = tail_of(g)
+        return gelu(g, a, tail), tl.where(g < 0.0, tail, 1.0 - tail) + g * (DENSITY * bell)
 
 
 @triton.jit
