@@ -97,6 +97,7 @@ if _TYPE_CHECKING:
     from tilewright.models import patch as patch
     from tilewright.models import unpatch as unpatch
     from tilewright.ops.activation import *  # noqa: F403
+    from tilewright.ops.attention import *  # noqa: F403
     from tilewright.ops.embedding import *  # noqa: F403
     from tilewright.ops.linear import *  # noqa: F403
     from tilewright.ops.loss import *  # noqa: F403

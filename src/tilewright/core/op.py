@@ -74,6 +74,9 @@ class Gradient:
     right already, none moved; a later run, on a retained graph, has None for it and does without. Where others see what
     is saved (graphs that are compiled, hooks of saved tensors) nothing is overwritten: see `spent.py`.
 
+    `seldom` names outputs, the last ones, that are by-products and hardly ever have an upstream gradient: benchmarks
+    time the backward op without it, and rivals need not compute them.
+
     `finds` are vectors of a number an entry, as
     many as values decide: torch finds them when the gradient is computed, from what their definitions name of the
     forward; the rule, on the backward op's tensors, says how many there may be. The host waits for that, so such a
@@ -89,6 +92,7 @@ class Gradient:
     finds: Mapping[str, Saved] = field(default_factory=dict)
     coo: Mapping[str, str] = field(default_factory=dict)
     spends: Mapping[str, str] = field(default_factory=dict)
+    seldom: tuple[str, ...] = ()
 
     def names(self, input: str) -> tuple[str, ...]:
         """What may be the gradient of `input`, in order."""
@@ -104,9 +108,10 @@ class Gradient:
         return {name for n in self.gives if n not in absent for name in self.names(n)}
 
     def parameters(self, given: Callable[[str], bool]) -> set[str]:
-        """Parameters of the backward op that a call with the inputs that are `given` fills."""
+        """Parameters of the backward op that a call with the inputs that are `given` usually fills."""
         kept = (param for param, source in self.kept(given).items() if given(source))
-        return {*self.grads.values(), *kept, *self.finds}
+        upstream = (param for out, param in self.grads.items() if out not in self.seldom)
+        return {*upstream, *kept, *self.finds}
 
 
 @dataclass(eq=False, repr=False)
@@ -126,6 +131,10 @@ class Op(Generic[R]):
     error_scale: Callable[..., Mapping[str, torch.Tensor]]
     """The numerics policy's A: for each output, the sum of absolute terms, from float64 inputs."""
     probes: Probes
+    narrowed: Callable[..., Mapping[str, torch.Tensor]] | None = None
+    """What the contract lets a kernel round to the dtype of the output on its way there (a factor of a product with
+    half-precision inputs): for each output the root of the sum of the squares of the terms so rounded, from float64
+    inputs. Their errors are independent, so they add up so."""
     workloads: Sequence[Workload] = ()
     saved: Mapping[str, Saved] = field(default_factory=dict)
     gradient: Gradient | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core import registry
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call, TensorFacts, contiguous_strides
 from tilewright.core.op import Op
 from tilewright.core.probes import Extent, Maker
 
@@ -199,9 +199,10 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
         return tensor.transpose(0, -2).contiguous().transpose(0, -2)
     elif kind == "broadcast rows":
         return tensor[..., :1, :].expand(shape)
-    elif kind == "huge" and tensor.dim() == 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
-        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + columns, dtype=tensor.dtype, device=tensor.device)
-        bent = bent.as_strided(shape, (HUGE_STRIDE, 1))
+    elif kind == "huge" and tensor.dim() >= 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
+        row = tensor[:1].numel()
+        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + row, dtype=tensor.dtype, device=tensor.device)
+        bent = bent.as_strided(shape, (HUGE_STRIDE, *contiguous_strides(shape[1:])))
     else:
         return tensor
     bent.copy_(tensor)
@@ -247,6 +248,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for name, columns in itertools.product(probes.either, (*several, 16384) if size == "full" else several):
             alone = {name: torch.float32}
             yield Case("one fp32 parameter", lead=(5,), columns=columns, dtypes=alone, **everything)
+    for sizes, options in itertools.product(probes.varied, probes.options[:2]):
+        yield Case("sizes", **{**base, "options": options}, lead=(2,), columns=160, sizes=sizes)
     for name, others in probes.dtypes.items():
         for other in others:
             yield Case("dtype", lead=(5,), columns=160, dtypes={name: other}, **everything)
@@ -290,5 +293,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for workload in op.workloads:
             rows = max(1, min(workload.rows, MOST_ELEMENTS // workload.columns))
             sizes = probes.cut(probes.extent(workload.shape).sizes, max(1, MOST_ELEMENTS // workload.columns))
+            part = probes.bearable(Extent((rows,), workload.columns, sizes))
             asked = {**base, "options": {**base["options"], **workload.options}}
-            yield Case(f"workload: {workload.name}", lead=(rows,), columns=workload.columns, sizes=sizes, **asked)
+            yield Case(
+                f"workload: {workload.name}", lead=part.lead, columns=part.columns, sizes=dict(part.sizes), **asked
+            )
