@@ -1,0 +1,113 @@
+"""A whole C++ file for one CPU kernel: types, the records that it uses, its arguments, and the loop over instances.
+
+The generated code includes no header: neither libc's nor a vendor's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from tilewright.tile.instr import convert, x86
+from tilewright.tile.instr.record import needed
+from tilewright.tile.ir.thread_ir import Function, Parameter
+from tilewright.tile.render.c import SCALARS, element, statements
+
+RECORDS = (
+    *convert.NARROW[:0], *x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY,
+)  # fmt: skip
+TYPES = """typedef float f32; typedef signed char i8; typedef unsigned char u8; typedef unsigned short u16;
+typedef int i32; typedef unsigned u32; typedef long long i64; typedef unsigned long long u64;
+constexpr int W = {lanes};
+typedef f32 f32v __attribute__((vector_size(W * 4))); typedef i32 i32v __attribute__((vector_size(W * 4)));
+typedef u32 u32v __attribute__((vector_size(W * 4))); typedef i64 i64v __attribute__((vector_size(W * 8)));
+typedef u64 u64v __attribute__((vector_size(W * 4))); typedef short i16v __attribute__((vector_size(W * 2)));
+typedef u16 u16v __attribute__((vector_size(W * 2))); typedef i8 i8v __attribute__((vector_size(W)));
+typedef u8 u8v __attribute__((vector_size(W)));
+template <class V> struct loose_of {{ typedef V type __attribute__((aligned(1), may_alias)); }};
+template <class V> using loose = typename loose_of<V>::type;
+constexpr i64 INT64_LEAST = -9223372036854775807ll - 1;
+static const i32v LANES = {{{counts}}};
+static const i64v PLACES = {{{counts}}};"""
+
+
+def lanes_of(features: Iterable[str]) -> int:
+    """Float32 lanes of the target's vectors."""
+    have = set(features)
+    return 16 if x86.AVX512 <= have else 8 if "avx2" in have else 4
+
+
+def source(function: Function, features: Iterable[str], *, where: bool = True) -> tuple[str, str]:
+    """(C++ source, symbol). The symbol holds the text's hash, so two kernels never share one.
+
+    Args:
+        where: name the author's lines in comments.
+    """
+    have = sorted(features)
+    lines = statements(function.body, 6, where)
+    body = "\n".join(lines)
+    records = needed(_without_comments(body), RECORDS, have, function.lanes)
+    counts = ", ".join(map(str, range(function.lanes)))
+    head = TYPES.format(lanes=function.lanes, counts=counts)
+    helpers = "\n".join(r.text for r in records)
+    digest = hashlib.sha256((head + helpers + repr(function.parameters) + repr(function.arrays) + body).encode()).hexdigest()
+    symbol = f"{function.name}_{digest[:12]}"
+    text = "\n".join([
+        f"// {function.name}, made by tilewright.tile", head, helpers, _arguments(function.parameters), "",
+        *_driver(function, symbol, body), "",
+    ])  # fmt: skip
+    return text, symbol
+
+
+def _without_comments(body: str) -> str:
+    return "\n".join(line.split("  // ")[0] for line in body.splitlines())
+
+
+def _arguments(parameters: list[Parameter]) -> str:
+    fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
+    return f"struct Args {{ {' '.join(fields)} }};"
+
+
+def _field(p: Parameter) -> str:
+    assert p.dtype is not None
+    return f"{element(p.dtype)}*" if p.kind == "pointer" else "double" if _padded(p) else SCALARS[p.dtype.name]
+
+
+def _padded(p: Parameter) -> bool:
+    """Every field is 8 bytes: a float32 travels as a double, which holds it exactly."""
+    return p.dtype is not None and p.dtype.name == "float32"
+
+
+def _driver(function: Function, symbol: str, body: str) -> list[str]:
+    size, places = 0, []
+    for array in function.arrays:
+        places.append(f"      {element(array.dtype)}* const {array.name} = ({element(array.dtype)}*)(scratch + {size});")
+        size += -(-array.elements * array.dtype.itemsize // 64) * 64
+    out = []
+    if size:
+        out += [
+            'extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);',
+            f"struct Arena {{ char* p = (char*)aligned_alloc(64, {size}); ~Arena() {{ free(p); }} }};",
+            "static thread_local Arena arena;",
+            "",
+        ]
+    out.append(f'extern "C" void {symbol}(const Args* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
+    for p in function.parameters:
+        if p.kind == "pointer":
+            assert p.dtype is not None
+            const = "const " if p.of in function.read_only else ""
+            out.append(f"  {const}{element(p.dtype)}* const {p.name} = args->{p.name};")
+        elif p.kind != "builtin":
+            assert p.dtype is not None
+            out.append(f"  const {SCALARS[p.dtype.name]} {p.name} = ({SCALARS[p.dtype.name]})args->{p.name};")
+    out += ["#pragma omp parallel num_threads(threads) if(threads > 1)", "  {"]
+    if size:
+        out += ["    char* const scratch = arena.p;", *[p[2:] for p in places]]
+    out += ["#pragma omp for schedule(static)", "    for (i64 instance = 0; instance < grid0 * grid1 * grid2; instance++) {"]
+    builtin = {p.name for p in function.parameters if p.kind == "builtin"}
+    for name, text in (
+        ("pid0", "instance % grid0"), ("pid1", "instance / grid0 % grid1"), ("pid2", "instance / (grid0 * grid1)"),
+    ):  # fmt: skip
+        if name in builtin:
+            out.append(f"      const i64 {name} = {text};")
+    return [*out, body, "    }", "  }", "}"]
