@@ -281,7 +281,7 @@ class Var:
         if made.dtype != n.dtype or broadcast_shapes(made.shape, n.shape) != n.shape:
             mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{made.dtype}{shape_text(made.shape)}"
             raise TraceError(f"the variable holds {mine}, the value is {theirs}")
-        self._t.effect("set", (made.node,), var=n.id)
+        self._t.effect("set", (made.node,), shape=n.shape, dtype=n.dtype, var=n.id)
 
 
 # Recording ------------------------------------------------------------------------------------------------------------

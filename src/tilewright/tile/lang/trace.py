@@ -110,7 +110,7 @@ class Recorder:
         line = author_line()
         for last in (False, True):
             with self.inside("loop") as region:
-                index = self.effect("index")
+                index = self.effect("index", dtype=int64)
                 try:
                     yield index
                 except GeneratorExit:

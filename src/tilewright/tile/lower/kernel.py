@@ -216,7 +216,7 @@ class _Lowering(Reductions):
         else:
             full = self.let(depth, COUNT, "and", size, -width, operands=COUNT)
         if full != 0:
-            var = self.fresh("i")
+            var = self.fresh("c")
             with self.block() as made:
                 self._round(var, unroll, unroll, along, place, body, None)
             self.put(depth, For(var, 0, full, width, made.statements))
@@ -241,7 +241,7 @@ class _Lowering(Reductions):
         if unroll == 1:
             self._chunk(start, 0, along, place, body, None)
             return
-        depth, register = len(self.blocks) - 1, self.fresh("u")
+        depth, register = len(self.blocks) - 1, self.fresh("q")
         with self.block() as made:
             step = self.let(depth + 1, COUNT, "mul", register, self.lanes)
             at = self.let(depth + 1, COUNT, "add", start, step)

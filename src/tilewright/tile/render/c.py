@@ -68,7 +68,9 @@ def expression(s: Let) -> str:
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
     if s.op == "splat":
-        return f"splat({operand(s.args[0], Type(source.dtype))})"
+        value = operand(s.args[0], Type(source.dtype))
+        plain = source.dtype.computes or source.dtype == boolean
+        return f"splat({value})" if plain else f"{c_type(s.type)}{{}} + {value}"
     if s.op == "iota":
         return f"PLACES + {operand(s.args[0], Type(int64))}"
     if s.op == "below":

@@ -6,16 +6,14 @@ The generated code includes no header: neither libc's nor a vendor's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tilewright.tile.instr import convert, x86
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Function, Parameter
 from tilewright.tile.render.c import SCALARS, element, statements
 
-RECORDS = (
-    *convert.NARROW[:0], *x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY,
-)  # fmt: skip
+RECORDS = (*x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY)
 TYPES = """typedef float f32; typedef signed char i8; typedef unsigned char u8; typedef unsigned short u16;
 typedef int i32; typedef unsigned u32; typedef long long i64; typedef unsigned long long u64;
 constexpr int W = {lanes};
@@ -38,34 +36,39 @@ def lanes_of(features: Iterable[str]) -> int:
 
 
 def source(function: Function, features: Iterable[str], *, where: bool = True) -> tuple[str, str]:
-    """(C++ source, symbol). The symbol holds the text's hash, so two kernels never share one.
+    """(C++ source, symbol) of one kernel. See `sources`."""
+    text, symbols = sources([function], features, where=where)
+    return text, symbols[0]
+
+
+def sources(functions: Sequence[Function], features: Iterable[str], *, where: bool = True) -> tuple[str, list[str]]:
+    """(C++ source, symbols) of several kernels in one file. A symbol holds its text's hash, so two never share one.
 
     Args:
         where: name the author's lines in comments.
     """
-    have = sorted(features)
-    lines = statements(function.body, 6, where)
-    body = "\n".join(lines)
-    records = needed(_without_comments(body), RECORDS, have, function.lanes)
-    counts = ", ".join(map(str, range(function.lanes)))
-    head = TYPES.format(lanes=function.lanes, counts=counts)
-    helpers = "\n".join(r.text for r in records)
-    digest = hashlib.sha256((head + helpers + repr(function.parameters) + repr(function.arrays) + body).encode()).hexdigest()
-    symbol = f"{function.name}_{digest[:12]}"
-    text = "\n".join([
-        f"// {function.name}, made by tilewright.tile", head, helpers, _arguments(function.parameters), "",
-        *_driver(function, symbol, body), "",
-    ])  # fmt: skip
-    return text, symbol
+    have, lanes = sorted(features), functions[0].lanes
+    bodies = ["\n".join(statements(f.body, 6, where)) for f in functions]
+    records = needed("\n".join(map(_without_comments, bodies)), RECORDS, have, lanes)
+    counts = ", ".join(map(str, range(lanes)))
+    parts = [TYPES.format(lanes=lanes, counts=counts), *(r.text for r in records)]
+    symbols = []
+    for function, body in zip(functions, bodies, strict=True):
+        told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), body])
+        symbol = f"{function.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+        if symbol not in symbols:
+            parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
+        symbols.append(symbol)
+    return "\n".join(["// made by tilewright.tile", *parts, ""]), symbols
 
 
 def _without_comments(body: str) -> str:
     return "\n".join(line.split("  // ")[0] for line in body.splitlines())
 
 
-def _arguments(parameters: list[Parameter]) -> str:
+def _arguments(parameters: list[Parameter], symbol: str) -> str:
     fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
-    return f"struct Args {{ {' '.join(fields)} }};"
+    return f"struct Args_{symbol} {{ {' '.join(fields)} }};"
 
 
 def _field(p: Parameter) -> str:
@@ -87,11 +90,11 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
     if size:
         out += [
             'extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);',
-            f"struct Arena {{ char* p = (char*)aligned_alloc(64, {size}); ~Arena() {{ free(p); }} }};",
-            "static thread_local Arena arena;",
+            f"struct Arena_{symbol} {{ char* p = (char*)aligned_alloc(64, {size}); ~Arena_{symbol}() {{ free(p); }} }};",
+            f"static thread_local Arena_{symbol} arena_{symbol};",
             "",
         ]
-    out.append(f'extern "C" void {symbol}(const Args* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
+    out.append(f'extern "C" void {symbol}(const Args_{symbol}* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
     for p in function.parameters:
         if p.kind == "pointer":
             assert p.dtype is not None
@@ -102,7 +105,7 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
             out.append(f"  const {SCALARS[p.dtype.name]} {p.name} = ({SCALARS[p.dtype.name]})args->{p.name};")
     out += ["#pragma omp parallel num_threads(threads) if(threads > 1)", "  {"]
     if size:
-        out += ["    char* const scratch = arena.p;", *[p[2:] for p in places]]
+        out += [f"    char* const scratch = arena_{symbol}.p;", *[p[2:] for p in places]]
     out += ["#pragma omp for schedule(static)", "    for (i64 instance = 0; instance < grid0 * grid1 * grid2; instance++) {"]
     builtin = {p.name for p in function.parameters if p.kind == "builtin"}
     for name, text in (

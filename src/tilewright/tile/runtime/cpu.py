@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ FLAGS = (
 """Never -ffast-math: it would drop the rounding that the language fixes."""
 SECONDS = 120
 _lock = threading.Lock()
-_loaded: dict[str, Compiled] = {}
+_loaded: dict[str, list[Compiled]] = {}
 _forked = False
 
 
@@ -47,10 +47,9 @@ os.register_at_fork(after_in_child=_after_fork)
 class Compiled:
     """A loaded kernel. `entry(args, grid0, grid1, grid2, threads)` runs it."""
 
-    def __init__(self, function: Function, path: Path, symbol: str, text: str) -> None:
-        self.function, self.path, self.symbol, self.text = function, path, symbol, text
-        self.library = ctypes.CDLL(str(path))
-        self.entry: Any = self.library[symbol]
+    def __init__(self, function: Function, library: ctypes.CDLL, symbol: str, text: str) -> None:
+        self.function, self.library, self.symbol, self.text = function, library, symbol, text
+        self.entry: Any = library[symbol]
         self.entry.restype = None
         self.entry.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, ctypes.c_int]
         self.parameters = [p for p in function.parameters if p.kind != "builtin"]
@@ -67,26 +66,33 @@ def compile(program: Program, cpu: Cpu | None = None) -> Compiled:
         CompilerError: there is no compiler, or it refused.
         LowerError: the program has what a CPU kernel cannot express.
     """
+    return compile_all([program], cpu)[0]
+
+
+def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequence[str] = FLAGS) -> list[Compiled]:
+    """Several programs in one run of the compiler. See `compile`."""
     target, tool = cpu or this_cpu(), need_compiler()
-    parts = (program.name, program_text(program), str(target), tool.path, tool.version, " ".join(FLAGS), compiler_digest())
+    told = [f"{p.name}\0{program_text(p)}" for p in programs]
+    parts = (*told, str(target), tool.path, tool.version, " ".join(flags), compiler_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     with _lock:
         if key in _loaded:
             return _loaded[key]
-    function = lower(program, render.lanes_of(target.features))
-    text, symbol = render.source(function, target.features)
-    path = Store().path(key, lambda place: _build(text, place, target))
-    made = Compiled(function, path, symbol, text)
+    functions = [lower(p, render.lanes_of(target.features)) for p in programs]
+    text, symbols = render.sources(functions, target.features)
+    path = Store().path(key, lambda place: _build(text, place, target, flags))
+    library = ctypes.CDLL(str(path))
+    made = [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)]
     with _lock:
         return _loaded.setdefault(key, made)
 
 
-def _build(text: str, place: Path, cpu: Cpu) -> None:
+def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:
     tool = need_compiler()
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         file = Path(folder) / "kernel.cc"
         file.write_text(text, encoding="utf-8")
-        command = [tool.path, *FLAGS, *cpu.flags(), str(file), "-o", str(place)]
+        command = [tool.path, *flags, *cpu.flags(), str(file), "-o", str(place)]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
