@@ -56,7 +56,8 @@ class Functions:
         bound = lift(self._t, limit, dtypes.int64)
         if bound.shape or not bound.dtype.integer:
             raise TraceError("the limit of an arange is an integer scalar")
-        return self._arange(Dim(n, bound.i64().node))
+        clamped = self.maximum(self.minimum(bound.i64(), n), 0)
+        return self._arange(Dim(n, clamped.node))
 
     def _arange(self, axis: Axis) -> Tile:
         return Tile(self._t, self._t.add("arange", shape=(axis,)))
