@@ -331,6 +331,10 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     if not allowed:
         raise TraceError(f"{kind} is not defined on {dtype}")
     shape = broadcast_shapes(left.shape, right.shape)
+    by = right.node.attrs["value"] if right.node.op == "const" and dtype.integer else 0
+    if kind in ("floordiv", "mod") and by > 0 and by & (by - 1) == 0:  # rounding down, a shift and a mask are the same
+        kind, value = ("shr", by.bit_length() - 1) if kind == "floordiv" else ("and", by - 1)
+        right = Tile(left._t, left._t.const(value, dtype))
     if shape is None:
         raise TraceError(f"shapes {shape_text(left.shape)} and {shape_text(right.shape)} do not broadcast")
     t = left._t
