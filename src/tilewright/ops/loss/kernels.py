@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.loss import configs
 
@@ -47,4 +47,6 @@ TILELANG_KERNELS = [
     for op, function in PASSES
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+TILE_KERNELS = [Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),))) for op, function in PASSES]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]
