@@ -25,6 +25,9 @@ from tilewright.tile.errors import CompilerError, LowerError, RunError, TileErro
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
 from tilewright.tile.lang.library import sigmoid, softmax, store_as
+from tilewright.tile.runtime.launch import Grid
+
+Kernel.on = Grid
 
 __all__ = [
     "CompilerError",

@@ -40,6 +40,13 @@ static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=v"(r) : "v
 static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=x"(r) : "x"(a)); return r; }""", AVX, 8),
     Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
 static inline f32v sqrt_of(f32v a) { f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
+    Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
+  f32v r; asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(a), "v"(n)); return r; }
+static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }""", AVX512, 16),
+    Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
+  i32v k = __builtin_convertvector(n, i32v), h = k >> 1;
+  return a * (f32v)((h + 127) << 23) * (f32v)((k - h + 127) << 23); }
+static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }"""),
     Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
 static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
 template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),

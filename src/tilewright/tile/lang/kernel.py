@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
@@ -74,6 +74,15 @@ class Kernel:
     static: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     inplace: frozenset[frozenset[str]] = frozenset()
     fragments: Mapping[str, Fragment | None] = field(default_factory=dict)
+
+    on: ClassVar[Callable[[Kernel, tuple[int, ...]], Callable[..., None]] | None] = None
+    """What makes `kernel[grid]`; set by the runtime, which lies above."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """The kernel on a grid of instances, to be called with its arguments."""
+        if Kernel.on is None:
+            raise TypeError("no runtime is loaded: import tilewright.tile")
+        return Kernel.on(self, grid)
 
     @property
     def name(self) -> str:

@@ -222,8 +222,8 @@ class ThreadBuilder:
         self.emitter, self.depth, self.line = emitter, depth, line
         self.f, self.i, self.m = Type(float32, lanes), Type(int32, lanes), Type(boolean, lanes)
 
-    def _let(self, type: Type, op: str, *args: Operand, operands: Type | None = None) -> Operand:
-        return self.emitter.let(self.depth, type, op, *args, operands=operands, line=self.line)
+    def _let(self, type: Type, op: str, *args: Operand, operands: Type | None = None, mode: str = "") -> Operand:
+        return self.emitter.let(self.depth, type, op, *args, operands=operands, mode=mode, line=self.line)
 
     def real(self, value: float) -> Operand:
         return dtypes.float32.rounded(_one(value)).item()
@@ -245,6 +245,15 @@ class ThreadBuilder:
 
     def less(self, a: Operand, b: Operand) -> Operand:
         return self._let(self.m, "lt", a, b, operands=self.f)
+
+    def least(self, a: Operand, b: Operand) -> Operand:
+        return self._let(self.f, "min", a, b, mode="second")
+
+    def greatest(self, a: Operand, b: Operand) -> Operand:
+        return self._let(self.f, "max", a, b, mode="second")
+
+    def ldexp(self, a: Operand, n: Operand) -> Operand:
+        return self._let(self.f, "ldexp", a, n)
 
     def equal(self, a: Operand, b: Operand) -> Operand:
         return self._let(self.m, "eq", a, b, operands=self.f)

@@ -22,6 +22,15 @@ class Builder(Protocol, Generic[V]):
     def mul(self, a: V, b: V) -> V: ...
     def fma(self, a: V, b: V, c: V) -> V: ...
     def less(self, a: V, b: V) -> V: ...
+    def least(self, a: V, b: V) -> V:
+        """a < b ? a : b, so b of a NaN."""
+        ...
+
+    def greatest(self, a: V, b: V) -> V: ...
+    def ldexp(self, a: V, n: V) -> V:
+        """a * 2^n for a whole n from -152 to 130, rounded once."""
+        ...
+
     def equal(self, a: V, b: V) -> V: ...
     def select(self, condition: V, a: V, b: V) -> V: ...
     def bits(self, a: V) -> V: ...
@@ -61,15 +70,15 @@ def exp(b: Builder[V], x: V) -> V:
     n = b.sub(shifted, b.real(MAGIC))
     r = b.fma(n, b.real(-LN2_HIGH), x)
     r = b.fma(n, b.real(-LN2_LOW), r)
-    return _scaled(b, _exp_near(b, r), b.isub(b.bits(shifted), b.whole(MAGIC_BITS)))
+    return b.ldexp(_exp_near(b, r), n)
 
 
 def exp2(b: Builder[V], x: V) -> V:
     """2^x to about 1 ulp."""
     x = _clamp(b, x, -151.0, 129.0)
     shifted = b.add(x, b.real(MAGIC))
-    r = b.mul(b.sub(x, b.sub(shifted, b.real(MAGIC))), b.real(0.693147180559945309))
-    return _scaled(b, _exp_near(b, r), b.isub(b.bits(shifted), b.whole(MAGIC_BITS)))
+    n = b.sub(shifted, b.real(MAGIC))
+    return b.ldexp(_exp_near(b, b.mul(b.sub(x, n), b.real(0.693147180559945309))), n)
 
 
 def log(b: Builder[V], x: V) -> V:
@@ -106,19 +115,9 @@ def _exp_near(b: Builder[V], r: V) -> V:
     return b.add(b.fma(_horner(b, EXP, r), b.mul(r, r), r), b.real(1.0))
 
 
-def _scaled(b: Builder[V], y: V, n: V) -> V:
-    """y * 2^n in two steps, so that neither factor overflows and a denormal result is rounded once."""
-    half = b.shr(n, 1)
-    rest = b.isub(n, half)
-    first = b.from_bits(b.shl(b.iadd(half, b.whole(127)), 23))
-    second = b.from_bits(b.shl(b.iadd(rest, b.whole(127)), 23))
-    return b.mul(b.mul(y, first), second)
-
-
 def _clamp(b: Builder[V], x: V, low: float, high: float) -> V:
     """NaN stays: it is neither above nor below."""
-    x = b.select(b.less(b.real(high), x), b.real(high), x)
-    return b.select(b.less(x, b.real(low)), b.real(low), x)
+    return b.greatest(b.real(low), b.least(b.real(high), x))
 
 
 def _horner(b: Builder[V], coefficients: Sequence[float], x: V) -> V:

@@ -137,6 +137,19 @@ class NumpyBuilder:
     def less(self, a: Array, b: Array) -> Array:
         return np.asarray(np.less(a, b))
 
+    def least(self, a: Array, b: Array) -> Array:
+        return np.where(np.less(a, b), a, b)
+
+    def greatest(self, a: Array, b: Array) -> Array:
+        return np.where(np.greater(a, b), a, b)
+
+    def ldexp(self, a: Array, n: Array) -> Array:
+        """In two steps, of which the first is exact."""
+        whole = np.where(np.isnan(n), 0.0, n).astype(I32)
+        half = whole >> 1
+        first, second = ((k + 127 << 23).astype(I32).view(F32) for k in (np.atleast_1d(half), np.atleast_1d(whole - half)))
+        return np.asarray(np.multiply(np.multiply(a, first.reshape(n.shape)), second.reshape(n.shape)))
+
     def equal(self, a: Array, b: Array) -> Array:
         return np.asarray(np.equal(a, b))
 

@@ -93,13 +93,13 @@ def expression(s: Let) -> str:
         text = f"{args[0]} {INFIX[s.op]} {args[1]}"
         return f"mask_of({text})" if s.op in COMPARISONS and s.type.lanes > 1 and source.dtype == int64 else text
     if s.op in ("max", "min"):
-        kind = "of" if not source.dtype.floating else "any" if s.mode == "ignore" else "nan"
+        kind = "of" if not source.dtype.floating or s.mode == "second" else "any" if s.mode == "ignore" else "nan"
         return f"{s.op}_{kind}<{c_type(s.type)}>({', '.join(args)})"
     if s.op == "neg":
         return f"-{args[0]}"
     if s.op == "not":
         return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
-    names = {"abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "floordiv": "floor_div", "mod": "floor_mod"}
+    names = {"abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div", "mod": "floor_mod"}
     if s.op in names or s.op in ("mulhi", "philox"):
         typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
         return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"

@@ -49,21 +49,19 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
     """
     have, lanes = sorted(features), functions[0].lanes
     bodies = ["\n".join(statements(f.body, 6, where)) for f in functions]
-    records = needed("\n".join(map(_without_comments, bodies)), RECORDS, have, lanes)
+    plain = ["\n".join(statements(f.body, 6, False)) for f in functions]
+    records = needed("\n".join(plain), RECORDS, have, lanes)
     counts = ", ".join(map(str, range(lanes)))
     parts = [TYPES.format(lanes=lanes, counts=counts), *(r.text for r in records)]
     symbols = []
-    for function, body in zip(functions, bodies, strict=True):
-        told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), body])
+    for function, body, code in zip(functions, bodies, plain, strict=True):
+        # Comments name lines, which move while the kernel stays the same, and so does its place in the store.
+        told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
         symbol = f"{function.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
         if symbol not in symbols:
             parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
         symbols.append(symbol)
     return "\n".join(["// made by tilewright.tile", *parts, ""]), symbols
-
-
-def _without_comments(body: str) -> str:
-    return "\n".join(line.split("  // ")[0] for line in body.splitlines())
 
 
 def _arguments(parameters: list[Parameter], symbol: str) -> str:
@@ -106,11 +104,7 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
     out += ["#pragma omp parallel num_threads(threads) if(threads > 1)", "  {"]
     if size:
         out += [f"    char* const scratch = arena_{symbol}.p;", *[p[2:] for p in places]]
-    out += ["#pragma omp for schedule(static)", "    for (i64 instance = 0; instance < grid0 * grid1 * grid2; instance++) {"]
-    builtin = {p.name for p in function.parameters if p.kind == "builtin"}
-    for name, text in (
-        ("pid0", "instance % grid0"), ("pid1", "instance / grid0 % grid1"), ("pid2", "instance / (grid0 * grid1)"),
-    ):  # fmt: skip
-        if name in builtin:
-            out.append(f"      const i64 {name} = {text};")
-    return [*out, body, "    }", "  }", "}"]
+    out.append("#pragma omp for schedule(static) collapse(3)")
+    for axis in (2, 1, 0):
+        out.append(f"    for (i64 pid{axis} = 0; pid{axis} < grid{axis}; pid{axis}++)")
+    return [*out, "    {", body, "    }", "  }", "}"]
