@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from tilewright import tile
-from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lang.library import softmax
 from tilewright.tile.runtime import cpu
 from tilewright.tile.runtime.arguments import memory_of, pack, type_of
@@ -45,7 +44,9 @@ def quantize_row(t: Any, y: Any, at: Any, q: Any, scale: Any, qmax: float) -> No
 
 
 @tile.kernel(static={"x": (1,)})
-def norm(t: Any, x: Any, w: Any, b: Any, eps: Any, centre: bool, prologue: Any = None, epilogue: Any = tile.store_as) -> None:
+def norm(
+    t: Any, x: Any, w: Any, b: Any, eps: Any, centre: bool, prologue: Any = None, epilogue: Any = tile.store_as
+) -> None:
     row, col = t.program_id(0), t.arange(x.shape[1])
     v = t.load(x[row, col]).f32()
     v = prologue(t, v, (row, col)) if prologue else v
@@ -81,7 +82,9 @@ def quantize_groups(t: Any, x: Any, q: Any, scale: Any) -> None:
 def elementwise(t: Any, x: Any, up: Any, y: Any, kind: str) -> None:
     at = t.program_id(0) * 4096 + t.arange(4096, limit=x.shape[0] - t.program_id(0) * 4096)
     g = t.load(x[at]).f32()
-    v = g * (tile.sigmoid(t, g) if kind == "silu" else tile.sigmoid(t, 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)))
+    v = g * (
+        tile.sigmoid(t, g) if kind == "silu" else tile.sigmoid(t, 1.5957691216057308 * g * (1.0 + 0.044715 * g * g))
+    )
     t.store(y[at], (v if up is None else v * t.load(up[at]).f32()).to(y.dtype))
 
 
@@ -131,8 +134,8 @@ def problem(op: str, m: int, n: int, dtype: torch.dtype) -> Problem:
             norm.bind(prologue=add, epilogue=tile.store_as(y)), (m,), norms,
         ),
         "layer_norm": lambda: (
-            lambda x, w, b: F.layer_norm(x, (n,), w, b, 1e-6), [x, w, b], [y], norm.bind(epilogue=tile.store_as(y)), (m,),
-            layers,
+            lambda x, w, b: F.layer_norm(x, (n,), w, b, 1e-6), [x, w, b], [y],
+            norm.bind(epilogue=tile.store_as(y)), (m,), layers,
         ),
         "add_layer_norm": lambda: (
             lambda x, r, w, b: (F.layer_norm(x + r, (n,), w, b, 1e-6), x + r), [x, r, w, b], [y, h],
@@ -143,7 +146,8 @@ def problem(op: str, m: int, n: int, dtype: torch.dtype) -> Problem:
             {"x": x.view(-1), "up": r.view(-1), "y": y.view(-1), "kind": "silu"},
         ),
         "gelu_mul": lambda: (
-            lambda x, r: (F.gelu(x.float(), approximate="tanh") * r.float()).to(x.dtype), [x, r], [y], elementwise, flat,
+            lambda x, r: (F.gelu(x.float(), approximate="tanh") * r.float()).to(x.dtype), [x, r], [y],
+            elementwise, flat,
             {"x": x.view(-1), "up": r.view(-1), "y": y.view(-1), "kind": "gelu"},
         ),
         "gelu": lambda: (
@@ -154,12 +158,12 @@ def problem(op: str, m: int, n: int, dtype: torch.dtype) -> Problem:
             lambda x: torch.softmax(x.float(), -1).to(x.dtype), [x], [y], row_softmax, (m,), {"x": x, "y": y}
         ),
         "int8_row": lambda: (
-            lambda x: int8_of(x.float()), [x], [q8, s.view(m, 1)], quantize.bind(epilogue=quantize_row(q8, s, qmax=127.0)),
-            (m,), {"x": x},
+            lambda x: int8_of(x.float()), [x], [q8, s.view(m, 1)],
+            quantize.bind(epilogue=quantize_row(q8, s, qmax=127.0)), (m,), {"x": x},
         ),
         "fp8_row": lambda: (
-            lambda x: fp8_of(x.float()), [x], [qf, s.view(m, 1)], quantize.bind(epilogue=quantize_row(qf, s, qmax=448.0)),
-            (m,), {"x": x},
+            lambda x: fp8_of(x.float()), [x], [qf, s.view(m, 1)],
+            quantize.bind(epilogue=quantize_row(qf, s, qmax=448.0)), (m,), {"x": x},
         ),
         "fp8_groups": lambda: _groups(x, qf, torch.empty(m, groups), (m, groups)),
         "add_rms_norm_int8": lambda: (
@@ -241,7 +245,8 @@ def measure(op: str, m: int, n: int, dtype: torch.dtype, seconds: float) -> dict
     runs = [ours, fresh, lambda: compiled(*inputs), lambda: copying(*inputs, *outputs), lambda: define(*inputs)]
     given, allocated, rival, copied, eager = lower_quartiles(runs, seconds)
     return {
-        "op": op, "rows": m, "columns": n, "dtype": str(dtype)[6:], "tile_us": round(given, 1), "fresh_us": round(allocated, 1),
+        "op": op, "rows": m, "columns": n, "dtype": str(dtype)[6:],
+        "tile_us": round(given, 1), "fresh_us": round(allocated, 1),
         "compile_us": round(min(rival, copied), 1), "eager_us": round(eager, 1), "given": min(rival, copied) / given,
         "fresh": min(rival, copied) / allocated, "eager": eager / given,
     }  # fmt: skip

@@ -76,7 +76,7 @@ def memory(facts: TensorFacts, flat: bool) -> Memory:
 def _argument(name: str, value: Any, asked: Collection[int], flat: bool) -> Argument:
     if isinstance(value, (TensorFacts, Scratch)):
         facts = value.facts if isinstance(value, Scratch) else value
-        found = type_of(memory(facts, flat), most={axis: WIDEST for axis in asked})
+        found = type_of(memory(facts, flat), most=dict.fromkeys(asked, WIDEST))
         return ViewType(found.dtype, tuple(s if i in asked else None for i, s in enumerate(found.sizes)), found.unit,
                         found.levels)  # fmt: skip
     if isinstance(value, bool) or value is None:

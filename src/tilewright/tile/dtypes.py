@@ -1,7 +1,8 @@
 """The element types: their names, storage and exact rounding in numpy.
 
 Arithmetic is in float32, int32, uint32 and int64; the narrower types are storage, which a kernel widens with
-`.f32()` or `.i32()` and narrows with `.to()`. In numpy, values of every floating type are float32 arrays that the type can hold.
+`.f32()` or `.i32()` and narrows with `.to()`. In numpy, values of every floating type are float32 arrays that the type
+can hold.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class DType:
     def decode(self, raw: Array) -> Array:
         """Bits to values."""
         if self.name == "bfloat16":
-            return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
         if self.name == "float8_e4m3fn":
             return np.asarray(_E4M3[raw])
-        return raw.astype(np.float32) if self.floating else raw.astype(self.storage)
+        return np.asarray(raw.astype(np.float32 if self.floating else self.storage))
 
     def encode(self, values: Array) -> Array:
         """Values to bits, rounding to nearest even; what is not representable becomes infinity (float8: saturates)."""
@@ -59,7 +60,7 @@ class DType:
         if self.name == "float8_e4m3fn":
             return _to_e4m3(values)
         with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(self.storage)
+            return np.asarray(values.astype(self.storage))
 
     def rounded(self, values: Array) -> Array:
         """The nearest values of this type, as float32."""
@@ -82,7 +83,7 @@ def _to_e4m3(values: Array) -> Array:
     code = np.where(size < np.float32(2.0**-6), small, normal)
     code = np.where(np.isnan(values), np.uint32(0x7F), code)
     sign = np.ascontiguousarray(values, np.float32).view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
-    return (code | sign).astype(np.uint8).reshape(np.shape(values))
+    return np.asarray((code | sign).astype(np.uint8).reshape(np.shape(values)))
 
 
 def _e4m3_values() -> Array:

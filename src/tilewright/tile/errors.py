@@ -25,7 +25,7 @@ def author_line() -> Line:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith(_HERE) or file.startswith("<") or "contextlib" in file):
+        if not (file.startswith((_HERE, "<")) or "contextlib" in file):
             break
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)

@@ -90,7 +90,8 @@ TILELANG_KERNELS += [
 ]
 
 TILE_KERNELS = [
-    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), in_place=op in IN_PLACE)) for op, function in PASSES
+    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
+    for op, function in PASSES
 ]
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

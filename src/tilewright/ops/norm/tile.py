@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
-from tilewright.core.launch import Config, Launch, Scratch
+from tilewright.core.launch import Argument, Config, Launch, Scratch
 
 PROGRAMS = 64
 """Programs that share the rows of a weight gradient. The number of a sum's terms must not follow that of threads."""
@@ -66,7 +66,8 @@ def norm_backward(
     sums = {name: t.var(t.zeros(*col.shape)) for name, view in (("w", dweight), ("b", dbias), ("p", dpre_bias))
             if view is not None}  # fmt: skip
     for row in t.range(first, x.shape[0], t.num_programs(0)):
-        at, d = (row, col), None
+        at = (row, col)
+        d: Any = None
         if dy is not None:
             g, n = t.load(dy[at]).f32(), t.load(x[at]).f32()
             root = t.load(rstd[row])
@@ -140,7 +141,7 @@ def _backward(call: Call, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
     wanted = [name for name in ("dweight", "dbias", "dpre_bias") if call.has(name)]
     programs = min(x.rows, PROGRAMS) if wanted else x.rows
     partials = {name: Scratch(f"{name}_partials", (programs, x.columns)) for name in wanted}
-    args = {name: tensors.get(name) for name in ("dy", "weight", "mean", "rstd", "dh", "dx")}
+    args: dict[str, Argument] = {name: tensors.get(name) for name in ("dy", "weight", "mean", "rstd", "dh", "dx")}
     args |= {"x": x, "offset": options.get("weight_offset") or None}
     args |= {name: partials.get(name) for name in ("dweight", "dbias", "dpre_bias")}
     constants = {"divide": not stored, "stored": stored, "cast": bool(options.get("cast_before_weight", False))}

@@ -81,4 +81,3 @@ def gated_forward(call: Call, config: Config) -> Launch:
     y = args["y"]
     assert y is not None
     return Launch(gated_block, grid(y), args, {"form": form}, {"flat": ("gate",) if form == "column" else ()})
-

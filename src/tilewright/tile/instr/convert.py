@@ -6,14 +6,14 @@ from tilewright.tile.instr.record import Record
 from tilewright.tile.instr.x86 import AVX512, F16C
 
 NARROW = (
-    Record("narrow16", 'static inline u16v narrow16(u32v x) { u16v r; asm("vpmovdw %1, %0" : "=v"(r) : "v"(x)); return r; }',
-           AVX512, 16),
+    Record("narrow16", """static inline u16v narrow16(u32v x) {
+  u16v r; asm("vpmovdw %1, %0" : "=v"(r) : "v"(x)); return r; }""", AVX512, 16),
     Record("narrow16", """static inline u16v narrow16(u32v x) { u32v r;
   asm("vpackusdw %1, %1, %0\\n\\tvpermq $0xd8, %0, %0" : "=x"(r) : "x"(x));
   u16v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", frozenset(("avx", "avx2")), 8),
     Record("narrow16", "static inline u16v narrow16(u32v x) { return __builtin_convertvector(x, u16v); }"),
-    Record("narrow8", 'static inline u8v narrow8(i32v x) { u8v r; asm("vpmovdb %1, %0" : "=v"(r) : "v"(x)); return r; }',
-           AVX512, 16),
+    Record("narrow8", """static inline u8v narrow8(i32v x) {
+  u8v r; asm("vpmovdb %1, %0" : "=v"(r) : "v"(x)); return r; }""", AVX512, 16),
     Record("narrow8", """static inline u8v narrow8(i32v x) {
   u16v h = narrow16((u32v)(x & 0xff)), r; asm("vpackuswb %1, %1, %0" : "=x"(r) : "x"(h));
   u8v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", frozenset(("avx", "avx2")), 8),
@@ -41,11 +41,15 @@ _FROM_E4M3 = """static inline f32v float32_of_float8_e4m3fn(u8v x) { i32v b = __
 static inline f32 float32_of_float8_e4m3fn(u8 x) { return float32_of_float8_e4m3fn(u8v{} + x)[0]; }"""
 
 
-def _half(instruction_to: str, instruction_from: str, needs: frozenset[str], lanes: int, c: str) -> tuple[Record, Record]:
+def _half(
+    instruction_to: str, instruction_from: str, needs: frozenset[str], lanes: int, c: str
+) -> tuple[Record, Record]:
     to = f"""static inline u16 float16_of_float32(f32 x) {{ return __builtin_bit_cast(u16, (_Float16)x); }}
-static inline u16v float16_of_float32(f32v x) {{ u16v r; asm("{instruction_to}" : "={c}"(r) : "{c}"(x)); return r; }}"""
+static inline u16v float16_of_float32(f32v x) {{
+  u16v r; asm("{instruction_to}" : "={c}"(r) : "{c}"(x)); return r; }}"""
     back = f"""static inline f32 float32_of_float16(u16 x) {{ return (f32)__builtin_bit_cast(_Float16, x); }}
-static inline f32v float32_of_float16(u16v x) {{ f32v r; asm("{instruction_from}" : "={c}"(r) : "{c}"(x)); return r; }}"""
+static inline f32v float32_of_float16(u16v x) {{
+  f32v r; asm("{instruction_from}" : "={c}"(r) : "{c}"(x)); return r; }}"""
     return Record("float16_of_float32", to, needs, lanes), Record("float32_of_float16", back, needs, lanes)
 
 
@@ -96,18 +100,22 @@ def _of_float(target: str, bits: int, signed: bool, nearest: bool) -> Record:
     high = 2.0 ** (bits - 1) - 1 if signed else 2.0**bits - 1
     name = f"{target}_of_float32_{'nearest' if nearest else 'zero'}"
     wide = "i64" if bits >= 32 else "i32"
-    top, bottom = (f"{2**bits - 1}u", "0") if not signed else (f"(i64){2 ** (bits - 1) - 1}ll", f"(-{2 ** (bits - 1) - 1}ll - 1)")
+    top, bottom = (
+        (f"{2**bits - 1}u", "0") if not signed else (f"(i64){2 ** (bits - 1) - 1}ll", f"(-{2 ** (bits - 1) - 1}ll - 1)")
+    )
     rounding = "x = round_even(x);" if nearest else ""
     scalar = (f"static inline {s} {name}(f32 x) {{ {rounding} if (x != x) return 0;\n"
               f"  if (x >= {high + 1.0:.1f}f) return ({s}){top}; if (x < {low:.1f}f) return ({s}){bottom};"
               f" return ({s})({wide})x; }}")  # fmt: skip
     if bits >= 32:
-        vector = f"static inline {v} {name}(f32v x) {{ {v} r; for (int l = 0; l < W; l++) r[l] = {name}((f32)x[l]); return r; }}"
+        lanes = f"{v} r; for (int l = 0; l < W; l++) r[l] = {name}((f32)x[l]); return r;"
+        vector = f"static inline {v} {name}(f32v x) {{ {lanes} }}"
         if target == "int32":
             vector = (f"static inline {v} {name}(f32v x) {{ {rounding} i32v r = __builtin_convertvector(x, i32v);\n"
-                      f"  r = x >= 2147483648.0f ? splat(0x7fffffff) : r; return x != x ? splat(0) : r; }}")  # fmt: skip
+                      "  r = x >= 2147483648.0f ? splat(0x7fffffff) : r; return x != x ? splat(0) : r; }")  # fmt: skip
     else:
-        vector = (f"static inline {v} {name}(f32v x) {{ x = x != x ? splat(0.0f) : x; x = x < {low:.1f}f ? splat({low:.1f}f) : x;\n"
+        vector = (f"static inline {v} {name}(f32v x) {{ x = x != x ? splat(0.0f) : x;\n"
+                  f"  x = x < {low:.1f}f ? splat({low:.1f}f) : x;\n"
                   f"  x = x > {high:.1f}f ? splat({high:.1f}f) : x; {rounding}\n"
                   f"  return ({v})narrow8(__builtin_convertvector(x, i32v)); }}")  # fmt: skip
     return Record(name, f"{scalar}\n{vector}")

@@ -152,7 +152,8 @@ MEMORY = (
     Record("store_some", _STORES_512, AVX512, 16),
     Record("store_some", "template <class V, class E> static inline void store_some(E* p, V v, i64 n) {\n"
                          "  if (n == W) return store(p, v); for (i64 l = 0; l < n; l++) p[l] = v[l]; }"),
-    Record("load_where", "template <class V, class E> static inline V load_where(const E* p, i64 step, i32v m, E other) {\n"
+    Record("load_where", "template <class V, class E>\n"
+                         "static inline V load_where(const E* p, i64 step, i32v m, E other) {\n"
                          "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[l * step] : other; return v; }"),
     Record("store_where", "template <class V, class E> static inline void store_where(E* p, i64 step, i32v m, V v) {\n"
                           "  for (int l = 0; l < W; l++) if (m[l]) p[l * step] = v[l]; }"),
@@ -162,12 +163,15 @@ MEMORY = (
                           "  for (int l = 0; l < W; l++) p[l * step] = v[l]; }"),
     Record("load_at", "template <class V, class E> static inline V load_at(const E* p, i64v at) {\n"
                       "  V v; for (int l = 0; l < W; l++) v[l] = p[at[l]]; return v; }"),
-    Record("load_at_where", "template <class V, class E> static inline V load_at_where(const E* p, i64v at, i32v m, E other)"
-                            " {\n  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[at[l]] : other; return v; }"),
+    Record("load_at_where", "template <class V, class E>\n"
+                            "static inline V load_at_where(const E* p, i64v at, i32v m, E other) {\n"
+                            "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[at[l]] : other; return v; }"),
     Record("store_at", "template <class V, class E> static inline void store_at(E* p, i64v at, V v) {\n"
                        "  for (int l = 0; l < W; l++) p[at[l]] = v[l]; }"),
-    Record("store_at_where", "template <class V, class E> static inline void store_at_where(E* p, i64v at, i32v m, V v) {\n"
+    Record("store_at_where", "template <class V, class E>\n"
+                             "static inline void store_at_where(E* p, i64v at, i32v m, V v) {\n"
                              "  for (int l = 0; l < W; l++) if (m[l]) p[at[l]] = v[l]; }"),
-    Record("mask_of_bytes", "static inline i32v mask_of_bytes(u8v x) { return __builtin_convertvector(x, i32v) != 0; }"),
+    Record("mask_of_bytes", "static inline i32v mask_of_bytes(u8v x) {\n"
+                            "  return __builtin_convertvector(x, i32v) != 0; }"),
     Record("bytes_of_mask", "static inline u8v bytes_of_mask(i32v m) { return narrow8(m & 1); }"),
 )  # fmt: skip

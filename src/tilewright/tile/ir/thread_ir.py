@@ -1,7 +1,7 @@
 """L1, the thread IR: what one CPU thread does for one instance, in scalars and short vectors.
 
 Names are assigned once, except declared variables. Memory is a view's, a scratch array's, or a register array's, whose
-index is a constant or counts an unrolled loop. Renderers print this form and no other; its rules are in `thread_verify`.
+index is a constant or counts an unrolled loop. Renderers print this form and no other; its rules: `thread_verify`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from tilewright.tile.dtypes import int64
 from tilewright.tile.errors import Line, VerifyError
-from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Load, Note, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import (
+    Assign,
+    Declare,
+    Function,
+    If,
+    Let,
+    Load,
+    Note,
+    Operand,
+    Statement,
+    Store,
+    Type,
+)
 
 SCRATCH_BYTES = 4 << 20
 """The most scratch that a thread may have."""

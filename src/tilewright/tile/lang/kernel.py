@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
@@ -174,8 +174,21 @@ class Kernel:
                         view.levels)  # fmt: skip
 
 
+@overload
+def kernel(
+    function: Callable[..., Any],
+    /,
+    *,
+    static: Mapping[str, tuple[int, ...]] | None = None,
+    inplace: Iterable[Iterable[str]] = (),
+) -> Kernel: ...
+@overload
+def kernel(
+    *, static: Mapping[str, tuple[int, ...]] | None = None, inplace: Iterable[Iterable[str]] = ()
+) -> Callable[[Callable[..., Any]], Kernel]: ...
 def kernel(
     function: Callable[..., Any] | None = None,
+    /,
     *,
     static: Mapping[str, tuple[int, ...]] | None = None,
     inplace: Iterable[Iterable[str]] = (),

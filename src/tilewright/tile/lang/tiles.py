@@ -311,6 +311,9 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
         raise TraceError(f"neither {a!r} nor {b!r} is a tile")
     left, right = lift(known._t, a, known.dtype), lift(known._t, b, known.dtype)
     if left.dtype != right.dtype:
+        storage = next((d for d in (left.dtype, right.dtype) if not d.computes and d != dtypes.boolean), None)
+        if storage is not None:
+            raise TraceError(f"{storage} is storage: widen it first, {'.f32()' if storage.floating else '.i32()'}")
         raise TraceError(f"{left.dtype} meets {right.dtype}: cast one with .f32(), .i32(), .i64() or .to()")
     return left, right
 

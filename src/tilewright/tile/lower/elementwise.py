@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.tile import dtypes
+import numpy as np
+
+from tilewright.tile import dtypes, numbers
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import Function, Let, Operand, Parameter, Statement, Type
@@ -196,23 +198,19 @@ def fold_constants(kind: str, args: list[Operand]) -> Operand | None:
     if isinstance(left, int) and isinstance(right, int):
         known = {"add": left + right, "sub": left - right, "mul": left * right}
         return known.get(kind)
-    if kind in ("add", "sub") and right == 0 or kind == "mul" and right == 1:
+    if (kind in ("add", "sub") and right == 0) or (kind == "mul" and right == 1):
         return left
-    if kind == "add" and left == 0 or kind == "mul" and left == 1:
+    if (kind == "add" and left == 0) or (kind == "mul" and left == 1):
         return right
     return None
 
 
 def cast_constant(value: Operand, node: Node, depth: int) -> Operand:
     """A constant as another dtype."""
-    from tilewright.tile.oracle.numbers import cast as exact  # the same rounding, in one place
-
-    import numpy as np
-
-    source = node.args[0].dtype
+    source, target = node.args[0].dtype, node.dtype
     array = np.asarray(value, np.float32 if source.floating else source.storage)
-    made = exact(array, source, node.dtype, node.attrs["round"], node.attrs["saturate"]).item()
-    return float(made) if node.dtype.floating else made if node.dtype == boolean else int(made)
+    made = numbers.cast(array, source, target, node.attrs["round"], node.attrs["saturate"]).item()
+    return float(made) if target.floating else bool(made) if target == boolean else int(made)
 
 
 class ThreadBuilder:
@@ -226,7 +224,7 @@ class ThreadBuilder:
         return self.emitter.let(self.depth, type, op, *args, operands=operands, mode=mode, line=self.line)
 
     def real(self, value: float) -> Operand:
-        return dtypes.float32.rounded(_one(value)).item()
+        return float(dtypes.float32.rounded(_one(value)))
 
     def whole(self, value: int) -> Operand:
         return value
@@ -299,6 +297,4 @@ class ThreadBuilder:
 
 
 def _one(value: float) -> Any:
-    import numpy as np
-
     return np.asarray(value, np.float32)

@@ -16,7 +16,8 @@ from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape
 from tilewright.tile.lower.elementwise import ZERO, Block, Index, Place, Value
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
-from tilewright.tile.lower.reduce import UNROLL, Reductions, identity
+from tilewright.tile.lower.reduce import UNROLL, Reductions
+from tilewright.tile.numbers import identity
 
 COUNT = Type(int64)
 

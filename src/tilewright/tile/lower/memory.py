@@ -112,7 +112,7 @@ class Memory(Emitter):
         return self.parameter(f"{name}_s{storage}", "stride", name, storage)
 
     def _leveled(self, name: str, levels: int, row: Affine) -> Affine:
-        """The offset of a row whose axis is stored with several strides. A row is not negative, so C's division does."""
+        """The offset of a row whose axis is stored with several strides. A row is not negative: C's division does."""
         total, depth = self._sum(row.terms)
         terms: list[Term] = []
         for axis in reversed(range(levels)):
@@ -136,6 +136,7 @@ class Memory(Emitter):
             value = self.emit(index, place)
             part, depth = self.as_vector(value), value.depth
             steps: list[tuple[Operand, Operand]] = []
+            stride: Operand
             if axis == 0 and view.levels > 1:
                 for level in reversed(range(view.levels)):
                     stride = self.parameter(f"{name}_s{level}", "stride", name, level)

@@ -190,13 +190,10 @@ class Plan:
                     self._keep(node, self.place[node].phase(self.place[node].levels[node], node.shape))
                     continue
                 self.home[node] = phase
-            elif first is not phase:
-                if not self._cheap(node, phase):
-                    narrow = node
-                    if node.op == "cast" and node.args[0].dtype.itemsize < node.dtype.itemsize:
-                        narrow = node.args[0]
-                    self._keep(narrow, first)
-                    continue
+            elif first is not phase and not self._cheap(node, phase):
+                narrow = node.op == "cast" and node.args[0].dtype.itemsize < node.dtype.itemsize
+                self._keep(node.args[0] if narrow else node, first)
+                continue
             waiting.extend(node.args)
 
     def _first(self, node: Node, phase: Phase) -> Phase:
@@ -209,7 +206,9 @@ class Plan:
         return made
 
     def _keep(self, node: Node, phase: Phase) -> None:
-        if self.scratch.get(node) is not phase and (node not in self.scratch or not self.before(self.scratch[node], phase)):
+        if self.scratch.get(node) is not phase and (
+            node not in self.scratch or not self.before(self.scratch[node], phase)
+        ):
             self.scratch[node] = phase
             phase.keep.append(node)
             self.home[node] = phase
@@ -321,6 +320,8 @@ def _counts(node: Node, rank: int) -> int | None:
 def phases_in_order(segment: Segment) -> Iterator[tuple[int, list[Node], list[Phase]]]:
     """(level, scalar effects, loop nests) of a segment."""
     levels = sorted({*segment.scalars, *(p.level for p in segment.phases)})
-    by_level = {k: list(g) for k, g in itertools.groupby(sorted(segment.phases, key=lambda p: p.level), lambda p: p.level)}
+    by_level = {
+        k: list(g) for k, g in itertools.groupby(sorted(segment.phases, key=lambda p: p.level), lambda p: p.level)
+    }
     for level in levels:
         yield level, segment.scalars.get(level, []), by_level.get(level, [])

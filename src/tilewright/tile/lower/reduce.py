@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.tile.dtypes import DType, boolean, int64
+from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.ir.thread_ir import Assign, Declare, Let, Load, Operand, Type
 from tilewright.tile.ir.tile_ir import Node
 from tilewright.tile.lower.elementwise import ZERO, Place, Value
 from tilewright.tile.lower.memory import Memory
 from tilewright.tile.lower.phases import is_scalar
+from tilewright.tile.numbers import identity
 
 UNROLL = 4
 """Accumulators of a reduction: as many as hide the latency of an addition."""
@@ -27,15 +28,6 @@ class Accumulator:
     node: Node
     name: str
     type: Type
-
-
-def identity(combine: str, dtype: DType) -> Any:
-    """What changes nothing when it is folded in."""
-    if combine in ("max", "min"):
-        low, high = (float("-inf"), float("inf")) if dtype.floating else dtype.bounds
-        return low if combine == "max" else high
-    value = {"sum": 0, "prod": 1, "and": True, "or": False}[combine]
-    return float(value) if dtype.floating else value
 
 
 def operation(combine: str) -> str:
@@ -83,7 +75,9 @@ class Reductions(Memory):
             parts.append(name)
         while len(parts) > 1:
             half = len(parts) // 2
-            parts = [self.let(inner, type, op, a, b, operands=type) for a, b in zip(parts[:half], parts[half:], strict=True)]
+            parts = [
+                self.let(inner, type, op, a, b, operands=type) for a, b in zip(parts[:half], parts[half:], strict=True)
+            ]
         scalar = Type(node.dtype)
         total = self.let(inner, scalar, "fold", parts[0], operands=type, mode=node.attrs["combine"], line=node.line)
         if is_scalar(node.shape):

@@ -116,13 +116,14 @@ class _Maker:
 
     def arithmetic(self) -> None:
         t, a, b = self.t, self.pick(), self.pick()
-        made = self.chance.choice((
-            lambda: a + b, lambda: a - b, lambda: a * b, lambda: a / b, lambda: t.maximum(a, b), lambda: t.minimum(a, b),
+        made: Callable[[], Any] = self.chance.choice((
+            lambda: a + b, lambda: a - b, lambda: a * b, lambda: a / b,
+            lambda: t.maximum(a, b), lambda: t.minimum(a, b),
             lambda: t.maximum(a, b, nan="ignore"), lambda: t.where(a < b, a, b * 0.5), lambda: t.fma(a, b, 0.25),
             lambda: t.exp(a), lambda: t.exp2(b), lambda: t.log(t.abs(a)), lambda: t.sqrt(t.abs(a)), lambda: t.rint(a),
             lambda: t.rsqrt(t.abs(b) + 1.0), lambda: -a, lambda: self.narrow(a, self.chance.choice(STORAGE)).f32(),
             lambda: t.where((a == a) & (b != 0.0), 1.0, -0.0), lambda: self.integers(a),
-            lambda: (self.col // 3 + self.row).f32() * a, lambda: (self.col - 5) % 7 * 1.0 if False else (self.col % 7).f32(),
+            lambda: (self.col // 3 + self.row).f32() * a, lambda: ((self.col - 5) % 7).f32(),
         ))  # fmt: skip
         self.pool.append(made())
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.tile import dtypes
+from tilewright.tile import dtypes, numbers
 from tilewright.tile.dtypes import Array
 from tilewright.tile.errors import RunError
 from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
 from tilewright.tile.lower import math
-from tilewright.tile.oracle import numbers
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class _Machine:
     def store(self, e: Node) -> None:
         name = e.attrs["view"]
         index, mask, shape = self._where(e)
-        value = np.broadcast_to(e.dtype.encode(np.ascontiguousarray(self.value(e.args[-1]))), shape)
+        value = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), shape)
         chosen = tuple(np.asarray(i)[mask] for i in index)
         self.arguments[name][chosen] = value[mask]
         if name in self.written:

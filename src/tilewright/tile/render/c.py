@@ -6,7 +6,7 @@ import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Load, Note, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Note, Operand, Statement, Store, Type
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -85,7 +85,9 @@ def expression(s: Let) -> str:
     if s.op == "cast":
         return _cast(s, source, args[0])
     if s.op == "bits":
-        return f"({c_type(s.type)}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({c_type(s.type)}, {args[0]})"
+        return (
+            f"({c_type(s.type)}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({c_type(s.type)}, {args[0]})"
+        )
     if s.op in INFIX:
         if s.type.lanes > 1 and source.dtype != int64:  # scalars spread by themselves
             args = [literal(a, source.dtype) if _spreads(a, source.dtype, s.args) else t
@@ -99,7 +101,14 @@ def expression(s: Let) -> str:
         return f"-{args[0]}"
     if s.op == "not":
         return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
-    names = {"abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div", "mod": "floor_mod"}
+    names = {
+        "abs": "abs_of",
+        "sqrt": "sqrt_of",
+        "fma": "fma_of",
+        "ldexp": "ldexp_of",
+        "floordiv": "floor_div",
+        "mod": "floor_mod",
+    }
     if s.op in names or s.op in ("mulhi", "philox"):
         typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
         return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"
@@ -173,7 +182,7 @@ def _statement(s: Statement, where: bool) -> list[str]:
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
     if s.unroll:
-        head = f"_Pragma(\"GCC unroll {s.hi}\") for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{"
+        head = f'_Pragma("GCC unroll {s.hi}") for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{'
     return [head, *statements(s.body, 2, where), "}"]
 
 

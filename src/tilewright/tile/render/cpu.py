@@ -32,7 +32,7 @@ static const i64v PLACES = {{{counts}}};"""
 def lanes_of(features: Iterable[str]) -> int:
     """Float32 lanes of the target's vectors."""
     have = set(features)
-    return 16 if x86.AVX512 <= have else 8 if "avx2" in have else 4
+    return 16 if have >= x86.AVX512 else 8 if "avx2" in have else 4
 
 
 def source(function: Function, features: Iterable[str], *, where: bool = True) -> tuple[str, str]:
@@ -82,13 +82,18 @@ def _padded(p: Parameter) -> bool:
 def _driver(function: Function, symbol: str, body: str) -> list[str]:
     size, places = 0, []
     for array in function.arrays:
-        places.append(f"      {element(array.dtype)}* const {array.name} = ({element(array.dtype)}*)(scratch + {size});")
+        places.append(
+            f"      {element(array.dtype)}* const {array.name} = ({element(array.dtype)}*)(scratch + {size});"
+        )
         size += -(-array.elements * array.dtype.itemsize // 64) * 64
     out = []
     if size:
         out += [
             'extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);',
-            f"struct Arena_{symbol} {{ char* p = (char*)aligned_alloc(64, {size}); ~Arena_{symbol}() {{ free(p); }} }};",
+            f"struct Arena_{symbol} {{",
+            f"  char* p = (char*)aligned_alloc(64, {size});",
+            f"  ~Arena_{symbol}() {{ free(p); }}",
+            "};",
             f"static thread_local Arena_{symbol} arena_{symbol};",
             "",
         ]
@@ -103,7 +108,7 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
             out.append(f"  const {SCALARS[p.dtype.name]} {p.name} = ({SCALARS[p.dtype.name]})args->{p.name};")
     out += ["#pragma omp parallel num_threads(threads) if(threads > 1)", "  {"]
     if size:
-        out += [f"    char* const scratch = arena_{symbol}.p;", *[p[2:] for p in places]]
+        out += [f"    char* const scratch = arena_{symbol}.p;", *places]
     out.append("#pragma omp for schedule(static) collapse(3)")
     for axis in (2, 1, 0):
         out.append(f"    for (i64 pid{axis} = 0; pid{axis} < grid{axis}; pid{axis}++)")

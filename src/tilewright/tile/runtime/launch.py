@@ -74,4 +74,3 @@ class Grid:
 
     def __call__(self, *args: Any, **named: Any) -> None:
         launch(self.kernel, self.grid, args, named)
-

@@ -1,10 +1,11 @@
-"""Element operations in numpy, each rounded as the language says: what the interpreter computes with.
+"""Element operations in numpy, each rounded as the language says: the interpreter computes with it.
 
 float32 arithmetic of numpy is IEEE and contracts nothing; what numpy lacks (fma, casts that saturate) is here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,9 +109,10 @@ COMBINE: dict[str, Callable[..., Any]] = {
 def identity(combine: str, dtype: DType) -> Any:
     """What changes nothing when it is folded in."""
     if combine in ("max", "min"):
-        low, high = (-np.inf, np.inf) if dtype.floating else dtype.bounds
+        low, high = (-math.inf, math.inf) if dtype.floating else dtype.bounds
         return low if combine == "max" else high
-    return {"sum": 0, "prod": 1, "and": True, "or": False}[combine]
+    value = {"sum": 0, "prod": 1, "and": True, "or": False}[combine]
+    return float(value) if dtype.floating else value
 
 
 class NumpyBuilder:
@@ -147,7 +149,9 @@ class NumpyBuilder:
         """In two steps, of which the first is exact."""
         whole = np.where(np.isnan(n), 0.0, n).astype(I32)
         half = whole >> 1
-        first, second = ((k + 127 << 23).astype(I32).view(F32) for k in (np.atleast_1d(half), np.atleast_1d(whole - half)))
+        first, second = (
+            (k + 127 << 23).astype(I32).view(F32) for k in (np.atleast_1d(half), np.atleast_1d(whole - half))
+        )
         return np.asarray(np.multiply(np.multiply(a, first.reshape(n.shape)), second.reshape(n.shape)))
 
     def equal(self, a: Array, b: Array) -> Array:
