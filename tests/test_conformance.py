@@ -26,6 +26,8 @@ from tilewright.verify.suite import verify_kernel
 QUICK = {
     ("triton", "layer_norm", torch.float16),
     ("inductor", "l2_norm", torch.float32),
+    ("tile", "rms_norm", torch.float32),
+    ("tile", "gelu", torch.float16),
     ("triton", "rms_norm_backward", torch.bfloat16),
     ("triton", "layer_norm_backward", torch.float16),
     ("triton", "l2_norm_backward", torch.float32),
@@ -35,7 +37,9 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
     backward = registry.op(kernel.op).gradient is None or dtype == torch.float16
-    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and backward)) and (
+    # a tile kernel is compiled anew for each form of a call; the types differ in a load and a store
+    compiled = kernel.backend == "tile" and dtype != torch.bfloat16
+    costly = (kernel.backend == "inductor" or compiled or (kernel.backend == "triton" and backward)) and (
         kernel.backend,
         kernel.op,
         dtype,
