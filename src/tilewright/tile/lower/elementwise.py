@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.tile import dtypes, numbers
+from tilewright.tile.analysis.divisibility import Facts
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import Function, Let, Operand, Parameter, Statement, Type
@@ -31,6 +32,7 @@ class Index:
 
 
 ZERO = Index(0, 0)
+DOWNWARD = {"floordiv": "quot", "mod": "rem"}
 Place = tuple[Index, ...]
 
 
@@ -63,6 +65,7 @@ class Emitter:
         self.homes: dict[Region, int] = {program.body: 0}
         self.parameters: dict[str, Parameter] = {}
         self.results: dict[Node, Any] = {}
+        self.facts = Facts(program)
         self.phase: Phase | None = None
         self.tail: Operand | None = None
         self._count = 0
@@ -167,7 +170,10 @@ class Emitter:
             folded = fold_constants(a["kind"], args) if node.dtype == int64 else None
             if folded is not None:
                 return folded
-            return self.let(depth, type, a["kind"], *args, operands=source, mode=a.get("nan", ""), line=line)
+            kind = a["kind"]
+            if kind in DOWNWARD and all(self.facts.of(x).non_negative for x in node.args):
+                kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
+            return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":
             if a["kind"] in math.FUNCTIONS:
                 builder = ThreadBuilder(self, depth, type.lanes, line)
