@@ -14,7 +14,9 @@ from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cpu as render
 
-SETS = [Known(d, low, low + width) for d in (0, 1, 2, 3, 4, 6, 8, 12) for low in (-13, -4, 0, 3) for width in (0, 6, 17)]
+SETS = [
+    Known(d, low, low + width) for d in (0, 1, 2, 3, 4, 6, 8, 12) for low in (-13, -4, 0, 3) for width in (0, 6, 17)
+]
 MEMBERS = {s: [v for v in range(-13, 25) if s.holds(v)] for s in SETS}
 
 
@@ -49,15 +51,20 @@ def test_the_claims_that_caught_others_out() -> None:
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_an_access_is_aligned_and_no_mask_splits_it(itemsize: int) -> None:
-    for pointer, step, run, bound in itertools.product((1, 2, 4, 8, 16), (0, 1, 2, 3, 4, 8, 12), (1, 2, 4, 8), (None, 1, 2, 6, 8)):
+    for pointer, step, run, bound in itertools.product(
+        (1, 2, 4, 8, 16), (0, 1, 2, 3, 4, 8, 12), (1, 2, 4, 8), (None, 1, 2, 6, 8)
+    ):
         if pointer % itemsize:
             continue
         limit = None if bound is None else Known(bound, 0)
         width = vector_elements(itemsize, pointer, Known(step), run, limit)
         assert width * itemsize <= 16 and run % width == 0
         for row, start in itertools.product(range(4), range(0, 16, width)):
-            assert (3 * pointer + (row * step + start) * itemsize) % (width * itemsize) == 0 or step == 0 or width == 1 or (
-                (row * step) % width == 0 and 3 * pointer % (width * itemsize) == 0
+            assert (
+                (3 * pointer + (row * step + start) * itemsize) % (width * itemsize) == 0
+                or step == 0
+                or width == 1
+                or ((row * step) % width == 0 and 3 * pointer % (width * itemsize) == 0)
             )
             for n in range(0, 24, bound or 24):
                 assert len({i < n for i in range(start, start + width)}) == 1 or bound is None
