@@ -28,6 +28,8 @@ QUICK = {
     ("inductor", "l2_norm", torch.float32),
     ("tile", "rms_norm", torch.float32),
     ("tile", "gelu", torch.float16),
+    ("tile", "layer_norm_backward", torch.bfloat16),
+    ("tile", "geglu_backward", torch.float32),
     ("triton", "rms_norm_backward", torch.bfloat16),
     ("triton", "layer_norm_backward", torch.float16),
     ("triton", "l2_norm_backward", torch.float32),
@@ -37,8 +39,8 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
     backward = registry.op(kernel.op).gradient is None or dtype == torch.float16
-    # a tile kernel is compiled anew for each form of a call; the types differ in a load and a store
-    compiled = kernel.backend == "tile" and dtype != torch.bfloat16
+    # a tile kernel is compiled for each form of a call; its dtypes differ in a load and a store
+    compiled = kernel.backend == "tile" and (dtype != torch.bfloat16 or registry.op(kernel.op).gradient is None)
     costly = (kernel.backend == "inductor" or compiled or (kernel.backend == "triton" and backward)) and (
         kernel.backend,
         kernel.op,

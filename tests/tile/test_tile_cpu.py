@@ -293,6 +293,46 @@ def test_the_source_is_short_and_names_lines() -> None:
     assert symbol in text and "#include" not in text
 
 
+def test_explain_lists_what_was_decided() -> None:
+    wide, narrow = ViewType(tile.bfloat16, (None, None)), ViewType(tile.bfloat16, (None, None), unit=False)
+    kernel = rms_norm.bind(prologue=add_residual(wide, wide), epilogue=tile.store_as(narrow))
+    row = ViewType(tile.bfloat16, (None, Most(8192)))
+    arguments = {"x": row, "w": ViewType(F32, (None,)), "eps": F32, "prologue_residual": wide, "prologue_total": wide}
+    said = tile.explain(kernel, {**arguments, "epilogue_y": narrow}, Cpu("x86_64", ("avx", "avx2", "f16c", "fma")))
+    assert "x.shape[1] at most 8192" in said and "8 lanes" in said
+    assert re.search(r"loop +over \[<=8192\]: store prologue_total .*, sum ", said)
+    assert re.search(r"scratch +cast bfloat16\[<=8192\] .*kept by a loop over", said), said
+    assert "strided       p_epilogue_y" in said and "narrow16" in said
+
+
+@pytest.mark.parametrize("fault", ["identity", "last chunk", "order of effects", "division"])
+def test_a_fault_in_the_compiler_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison bites: without one of its rules the compiler makes code that differs."""
+    from tilewright.tile.lower import elementwise, kernel, phases, reduce
+
+    if fault == "identity":
+        monkeypatch.setattr(reduce, "identity", lambda combine, dtype: 0.0 if dtype.floating else 0)
+    elif fault == "last chunk":
+        accumulate = reduce.Reductions.accumulate
+
+        def unmasked(self: Any, *args: Any) -> None:
+            tail, self.tail = self.tail, None
+            accumulate(self, *args)
+            self.tail = tail
+
+        monkeypatch.setattr(kernel._Lowering, "accumulate", unmasked)
+    elif fault == "order of effects":
+        monkeypatch.setattr(phases.Plan, "conflict", lambda self, a, b: False)
+    else:
+        monkeypatch.setattr(
+            elementwise.Facts, "of", lambda self, node: elementwise.Facts._one.__globals__["constant"](1)
+        )
+    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu, "compiler_digest", lambda: f"fault {fault}")
+    samples = [generate.sample(seed, 10) for seed in range(24)]
+    assert compare(samples)
+
+
 def test_kernels_of_one_name_are_two_symbols() -> None:
     def make(value: float) -> Any:
         def body(t: Any, y: Any) -> None:

@@ -22,6 +22,7 @@ from tilewright.tile.dtypes import (
     uint32,
 )
 from tilewright.tile.errors import CompilerError, LowerError, RunError, TileError, TraceError, VerifyError
+from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
 from tilewright.tile.lang.library import sigmoid, softmax, store_as
@@ -42,6 +43,7 @@ __all__ = [
     "ViewType",
     "bfloat16",
     "boolean",
+    "explain",
     "float8_e4m3fn",
     "float16",
     "float32",

@@ -1,7 +1,7 @@
 """What is known of an integer: a divisor and an interval, by rules that never claim too much.
 
 `Known` is an abstract integer; each operation gives a `Known` that holds every possible result. `of` finds it for the
-nodes of a program. Division and remainder round down, as in the language: C's agree only where `non_negative` is proven.
+nodes of a program. Division and remainder round down, as in the language: C's agree where `non_negative` is proven.
 """
 
 from __future__ import annotations

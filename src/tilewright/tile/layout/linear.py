@@ -1,8 +1,8 @@
 """Layouts: linear maps over GF(2) from a place (register, lane, warp) to an element of a tile.
 
 Extents are powers of two, so places and coordinates are bit strings; bit i of the lane number contributes the column
-`lane[i]`, and contributions combine by XOR. `reshape` and `permute` relabel and cost nothing. What a conversion costs is
-in `convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
+`lane[i]`, and contributions combine by XOR. `reshape` and `permute` relabel and cost nothing. What a conversion costs
+is in `convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
 """
 
 from __future__ import annotations
