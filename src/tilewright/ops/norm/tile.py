@@ -8,8 +8,9 @@ from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 
-PROGRAMS = 64
-"""Programs that share the rows of a weight gradient. The number of a sum's terms must not follow that of threads."""
+PROGRAMS, ROWS = 64, 8
+"""Programs that share the rows of a weight gradient, and how many each has at least, so that its partial sums cost less
+than the rows. The number of a sum's terms must not follow that of threads."""
 BLOCK = 256
 """Columns of a program that sums partial rows."""
 
@@ -139,7 +140,7 @@ def l2_backward(call: Call, config: Config) -> tuple[Launch, ...]:
 def _backward(call: Call, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
     tensors, options = call.tensors, call.options
     wanted = [name for name in ("dweight", "dbias", "dpre_bias") if call.has(name)]
-    programs = min(x.rows, PROGRAMS) if wanted else x.rows
+    programs = min(-(-x.rows // ROWS), PROGRAMS) if wanted else x.rows
     partials = {name: Scratch(f"{name}_partials", (programs, x.columns)) for name in wanted}
     args: dict[str, Argument] = {name: tensors.get(name) for name in ("dy", "weight", "mean", "rstd", "dh", "dx")}
     args |= {"x": x, "offset": options.get("weight_offset") or None}
