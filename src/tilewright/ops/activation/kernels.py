@@ -94,4 +94,14 @@ TILE_KERNELS = [
     for op, function in PASSES
 ]
 
+TILE_KERNELS += [
+    Kernel(op, "tile", f"{_HERE}.tile_affine:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
+    for op, function in (
+        ("scale_bias_add", "affine_forward"),
+        ("scale_bias_add_backward", "affine_backward"),
+        ("bias_act", "bias_forward"),
+        ("bias_act_backward", "bias_backward"),
+    )
+]
+
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

@@ -33,6 +33,8 @@ def normal(t: Any, g: Any) -> tuple[Any, Any]:
 
 def act(t: Any, kind: str, g: Any) -> Any:
     """act(g) in float32. A product with s, not a quotient: minus infinity times 0 is NaN, as the contract has it."""
+    if kind in ("relu", "relu2"):
+        return t.where(g < 0.0, 0.0, g if kind == "relu" else g * g)  # NaN is not below zero, and stays
     if kind == "silu":
         return g * tile.sigmoid(t, g)
     if kind == "gelu_tanh":
@@ -52,3 +54,10 @@ def act_and_slope(t: Any, kind: str, g: Any) -> tuple[Any, Any]:
         return g * s, s + g * (s * rest * slope)
     below, bell = normal(t, g)
     return g * below, below + g * (DENSITY * bell)
+
+
+def chain(t: Any, kind: str, upstream: Any, g: Any) -> Any:
+    """upstream * act'(g). What a rectifier holds back is 0 whatever comes from above."""
+    if kind in ("relu", "relu2"):
+        return t.where(g <= 0.0, 0.0, upstream if kind == "relu" else upstream * (2.0 * g))
+    return upstream * act_and_slope(t, kind, g)[1]

@@ -7,12 +7,7 @@ from typing import Any
 from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-
-PROGRAMS, ROWS = 64, 8
-"""Programs that share the rows of a weight gradient, and how many each has at least, so that its partial sums cost less
-than the rows. The number of a sum's terms must not follow that of threads."""
-BLOCK = 256
-"""Columns of a program that sums partial rows."""
+from tilewright.ops.tile_rows import sharing, sum_launch
 
 
 @tile.fragment
@@ -96,17 +91,6 @@ def norm_backward(
             t.store(view[first, col], sums[name].get())
 
 
-@tile.kernel
-def sum_rows(t: Any, partials: Any, out: Any) -> None:
-    """The sum of partial rows, for a block of columns, rounded once."""
-    start = t.program_id(0) * BLOCK
-    col = start + t.arange(BLOCK, limit=partials.shape[1] - start)
-    total = t.var(t.load(partials[0, col]))
-    for row in t.range(1, partials.shape[0]):
-        total.set(total.get() + t.load(partials[row, col]))
-    t.store(out[col], total.get().to(out.dtype))
-
-
 def forward(call: Call, config: Config) -> Launch:
     """Every forward op of the family."""
     centred, options, tensors = call.op.endswith("layer_norm"), call.options, call.tensors
@@ -140,16 +124,11 @@ def l2_backward(call: Call, config: Config) -> tuple[Launch, ...]:
 def _backward(call: Call, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
     tensors, options = call.tensors, call.options
     wanted = [name for name in ("dweight", "dbias", "dpre_bias") if call.has(name)]
-    programs = min(-(-x.rows // ROWS), PROGRAMS) if wanted else x.rows
+    programs = sharing(x.rows) if wanted else x.rows
     partials = {name: Scratch(f"{name}_partials", (programs, x.columns)) for name in wanted}
     args: dict[str, Argument] = {name: tensors.get(name) for name in ("dy", "weight", "mean", "rstd", "dh", "dx")}
     args |= {"x": x, "offset": options.get("weight_offset") or None}
     args |= {name: partials.get(name) for name in ("dweight", "dbias", "dpre_bias")}
     constants = {"divide": not stored, "stored": stored, "cast": bool(options.get("cast_before_weight", False))}
     rows = Launch(norm_backward, (programs, 1, 1), args, constants, {"flat": ("weight", "mean", "rstd")})
-    blocks = (-(-x.columns // BLOCK), 1, 1)
-    sums = (
-        Launch(sum_rows, blocks, {"partials": partials[name], "out": tensors[name]}, {}, {"flat": ("out",)})
-        for name in wanted
-    )
-    return (rows, *sums)
+    return (rows, *(sum_launch(partials[name], tensors[name]) for name in wanted))

@@ -1,4 +1,4 @@
-"""The residual family in the library's own tile language: dropout_add and its gradient, and gated_residual."""
+"""The residual family in the library's own tile language: dropout_add, gated_residual, and their gradients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
-from tilewright.core.launch import Config, Launch
+from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.residual.dropout import drops
 from tilewright.ops.residual.philox import scale, threshold
-from tilewright.ops.tile_rows import grid, one_row, place
+from tilewright.ops.tile_rows import grid, one_row, place, sharing, sum_launch
 
 
 @tile.kernel
@@ -48,6 +48,27 @@ def gated_block(t: Any, x: Any, residual: Any, y: Any, gate: Any, form: str) -> 
     t.store(y[row, col], total.to(y.dtype))
 
 
+@tile.kernel(static={"dy": (1,)})
+def gated_rows(t: Any, dy: Any, x: Any, gate: Any, dx: Any, dgate: Any, form: str) -> None:
+    """dx = dy * gate and dgate = dy * x of every so many-th row; along columns the gate's is this program's sum."""
+    first, col = t.program_id(0), t.arange(dy.shape[1])
+    total = t.var(t.zeros(*col.shape)) if form == "column" and dgate is not None else None
+    for row in t.range(first, dy.shape[0], t.num_programs(0)):
+        d = t.load(dy[row, col]).f32()
+        at = {"column": (col,), "row": (row, 0), "element": (row, col)}[form]
+        if dx is not None:
+            t.store(dx[row, col], (d * t.load(gate[at]).f32()).to(dx.dtype))
+        if dgate is None:
+            continue
+        terms = d * t.load(x[row, col]).f32()
+        if total is not None:
+            total.set(total.get() + terms)
+        else:
+            t.store(dgate[at], (t.sum(terms) if form == "row" else terms).to(dgate.dtype))
+    if total is not None:
+        t.store(dgate[first, col], total.get())
+
+
 def dropout_forward(call: Call, config: Config) -> Launch:
     """dropout_add."""
     tensors: dict[str, TensorFacts | None] = {"x": call.x, "residual": call.residual, "y": call.y}
@@ -73,11 +94,29 @@ def _dropout(call: Call, tensors: dict[str, TensorFacts | None], given: dict[str
 
 def gated_forward(call: Call, config: Config) -> Launch:
     """gated_residual."""
-    gate, x = call.gate, call.x
-    form = "element" if gate.shape == x.shape else "column" if gate.shape == (x.columns,) else "row"
+    gate, x, form = call.gate, call.x, _form(call)
     args: dict[str, TensorFacts | None] = {"x": x, "residual": call.residual, "y": call.y, "gate": gate}
     if form == "element":
         args = one_row(args)
     y = args["y"]
     assert y is not None
     return Launch(gated_block, grid(y), args, {"form": form}, {"flat": ("gate",) if form == "column" else ()})
+
+
+def _form(call: Call) -> str:
+    """Along what the gate varies."""
+    gate, x = call.gate, call.x
+    return "element" if gate.shape == x.shape else "column" if gate.shape == (x.columns,) else "row"
+
+
+def gated_backward(call: Call, config: Config) -> tuple[Launch, ...]:
+    """gated_residual_backward."""
+    form, dy, dgate = _form(call), call.dy, call.tensors.get("dgate")
+    summed = form == "column" and dgate is not None
+    programs = sharing(dy.rows) if summed else dy.rows
+    partials = Scratch("dgate_partials", (programs, dy.columns)) if summed else None
+    args: dict[str, Argument] = {"dy": dy, "x": call.x, "gate": call.gate, "dx": call.tensors.get("dx")}
+    args["dgate"] = partials or dgate
+    flat = ("gate",) if form == "column" else ()
+    rows = Launch(gated_rows, (programs, 1, 1), args, {"form": form}, {"flat": flat})
+    return (rows,) if partials is None else (rows, sum_launch(partials, dgate))
