@@ -150,3 +150,38 @@ def test_rows_may_lie_at_several_strides() -> None:
     y = np.zeros((6, 5), np.float32)
     run(program, {"x": x, "y": y}, (6,))
     assert np.array_equal(y, x.reshape(6, 5))
+
+
+def test_an_exact_run_separates_the_algorithm_from_its_rounding() -> None:
+    """Two passes over a far row are right in both; mean(x^2) - mean(x)^2 is right in float64 alone."""
+
+    def two_passes(t: Any, x: Any, y: Any) -> None:
+        v = t.load(x[0, t.arange(x.shape[1])])
+        d = v - t.mean(v)
+        t.store(y[0, 0], t.mean(d * d))
+
+    def one_pass(t: Any, x: Any, y: Any) -> None:
+        v = t.load(x[0, t.arange(x.shape[1])])
+        m = t.mean(v)
+        t.store(y[0, 0], t.mean(v * v) - m * m)
+
+    x = np.array([[40000, 40001, 40002, 40003]], np.float32)
+    found = {}
+    for function in (two_passes, one_pass):
+        program = tile.kernel(function, static={"x": (1,)}).trace({"x": ROWS, "y": ROWS})
+        for exact in (False, True):
+            y = np.zeros((1, 4), np.float32)
+            run(program, {"x": x, "y": y}, (1,), exact=exact)
+            found[function.__name__, exact] = y[0, 0]
+    assert found["two_passes", False] == found["two_passes", True] == found["one_pass", True] == 1.25
+    assert found["one_pass", False] != 1.25
+
+
+def test_an_exact_run_still_rounds_where_the_program_does() -> None:
+    def rounded(t: Any, x: Any, y: Any) -> None:
+        t.store(y[0, 0], t.exp(t.load(x[0, 0])).to(tile.bfloat16).f32())
+
+    program = tile.kernel(rounded, static={"x": (1,)}).trace({"x": ROWS, "y": ROWS})
+    x, y = np.array([[1.0]], np.float32), np.zeros((1, 4), np.float32)
+    run(program, {"x": x, "y": y}, (1,), exact=True)
+    assert y[0, 0] == tile.bfloat16.rounded(np.exp(x))[0, 0]

@@ -35,14 +35,14 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 def maximum(a: Array, b: Array, nan: str = "propagate") -> Array:
     """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
     found = np.where(a > b, a, b)
-    if a.dtype != F32:
+    if a.dtype.kind != "f":
         return found
     return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
 
 
 def minimum(a: Array, b: Array, nan: str = "propagate") -> Array:
     found = np.where(a < b, a, b)
-    if a.dtype != F32:
+    if a.dtype.kind != "f":
         return found
     return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
 

@@ -36,6 +36,7 @@ def run(
     *,
     outputs: tuple[str, ...] = (),
     order: Order = Order(),
+    exact: bool = False,
 ) -> None:
     """Run every instance.
 
@@ -44,11 +45,13 @@ def run(
             view's first one; scalars as numbers. Views are written in place.
         outputs: views whose memory nobody has written yet. They are poisoned.
         order: of reductions.
+        exact: compute float32 in float64; casts to narrower types and what is stored are still rounded. What then
+            differs from a plain run is what the algorithm makes of float32, apart from its own rounding points.
 
     Raises:
         RunError: an access outside a tensor, a read of what was not written, a failed `check`.
     """
-    machine = _Machine(program, arguments, grid, outputs, order)
+    machine = _Machine(program, arguments, grid, outputs, order, np.float64 if exact else np.float32)
     with np.errstate(all="ignore"):
         for place in itertools.product(*(range(n) for n in machine.grid)):
             machine.instance(place)
@@ -58,8 +61,9 @@ class _Machine:
     def __init__(
         self, program: Program, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
         order: Order,
+        real: Any,
     ) -> None:  # fmt: skip
-        self.program, self.arguments, self.order = program, arguments, order
+        self.program, self.arguments, self.order, self.real = program, arguments, order, real
         self.grid = (*grid, 1, 1, 1)[:3]
         self.place: tuple[int, ...] = ()
         self.frames: dict[Region, dict[Node, Array]] = {}
@@ -132,10 +136,11 @@ class _Machine:
         raw = self.arguments[name]
         index, mask, shape = self._where(e)
         if not mask.any():
-            return np.broadcast_to(self._other(e), shape)
+            return np.broadcast_to(self._other(e), shape).astype(self.real if dtype.floating else dtype.storage)
         if name in self.written and not self.written[name][index][mask].all():
             raise RunError(f"load of {name}: nobody has written there", e.line)
-        return np.where(mask, dtype.decode(raw[index]), self._other(e))
+        found = np.where(mask, dtype.decode(raw[index]), self._other(e))
+        return found.astype(self.real) if dtype.floating else found
 
     def _other(self, e: Node) -> Array:
         kind = np.float32 if e.dtype.floating else np.dtype(e.dtype.storage)
@@ -194,14 +199,14 @@ class _Machine:
         if op == "unary":
             return self._unary(a["kind"], args[0])
         if op == "const":
-            return np.asarray(a["value"], np.float32 if node.dtype.floating else node.dtype.storage)
+            return np.asarray(a["value"], self.real if node.dtype.floating else node.dtype.storage)
         if op == "program_id":
             return np.asarray(self.place[a["axis"]], np.int64)
         if op == "num_programs":
             return np.asarray(self.grid[a["axis"]], np.int64)
         if op == "argument":
-            kind = np.float32 if node.dtype.floating else np.int64
-            return np.asarray(self.arguments[a["name"]], kind)
+            value = np.asarray(self.arguments[a["name"]], np.float32 if node.dtype.floating else np.int64)
+            return value.astype(self.real) if node.dtype.floating else value
         if op == "size":
             levels, raw = self.program.views[a["view"]].levels, self.arguments[a["view"]]
             sizes = (int(np.prod(raw.shape[:levels])), *raw.shape[levels:])
@@ -209,12 +214,17 @@ class _Machine:
         if op == "arange":
             return np.arange(self.extents(node)[0], dtype=np.int64)
         if op == "fma":
-            return numbers.fma(*args)
+            return numbers.fma(*args) if self.real is np.float32 else np.asarray(args[0] * args[1] + args[2])
         if op == "where":
             return np.where(args[0], args[1], args[2])
         if op == "cast":
-            return np.asarray(numbers.cast(args[0], node.args[0].dtype, node.dtype, a["round"], a["saturate"]))
+            if self.real is np.float64 and node.dtype == dtypes.float32:
+                return args[0].astype(np.float64)
+            made = np.asarray(numbers.cast(args[0], node.args[0].dtype, node.dtype, a["round"], a["saturate"]))
+            return made.astype(self.real) if node.dtype.floating else made
         if op == "bitcast":
+            if self.real is np.float64 and dtypes.float32 in (node.dtype, node.args[0].dtype):
+                raise RunError("an exact run has no bits of float32", node.line)
             return np.ascontiguousarray(args[0]).view(node.dtype.storage).reshape(args[0].shape)
         if op == "broadcast":
             return self._broadcast(node, args[0])
@@ -225,12 +235,13 @@ class _Machine:
         assert op == "random", op
         return numbers.philox(*args)
 
-    @staticmethod
-    def _unary(kind: str, x: Array) -> Array:
+    def _unary(self, kind: str, x: Array) -> Array:
+        if kind in math.FUNCTIONS and x.dtype == np.float64:
+            return np.asarray(getattr(np, kind)(x))
         if kind in math.FUNCTIONS:
             return math.FUNCTIONS[kind](numbers.NumpyBuilder(), x)
         if kind == "rsqrt":
-            return np.float32(1) / np.sqrt(x)
+            return np.asarray(1 / np.sqrt(x), x.dtype)
         return np.asarray({"neg": np.negative, "abs": np.abs, "not": np.logical_not, "sqrt": np.sqrt}[kind](x))
 
     def _broadcast(self, node: Node, x: Array) -> Array:
@@ -245,7 +256,7 @@ class _Machine:
         moved = np.moveaxis(x, axis, 0)
         last = axis == x.ndim - 1
         lanes, unroll = (self.order.lanes, self.order.unroll) if last else (1, 1)
-        kind = np.float32 if dtype.floating else np.dtype(dtype.storage)
+        kind = self.real if dtype.floating else np.dtype(dtype.storage)
         found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll).astype(kind)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
