@@ -50,7 +50,7 @@ class TileBackend(Backend):
 
     def version(self) -> str:
         tool = target.compiler()
-        return f"{tool.version} {compiler_digest()[:16]}" if tool else ""
+        return f"{tool.version}, {target.this_cpu()}, {compiler_digest()[:16]}" if tool else ""
 
     def targets(self) -> list[str]:
         return [str(target.this_cpu())] if target.compiler() else []

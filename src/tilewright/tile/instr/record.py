@@ -7,7 +7,7 @@ always be said; that it agrees with the others bit for bit is tested with the fe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
@@ -49,11 +49,3 @@ def needed(text: str, records: Sequence[Record], features: Iterable[str], lanes:
 
     visit(text)
     return list(found.values())
-
-
-def by_name(records: Sequence[Record]) -> Mapping[str, list[Record]]:
-    """All records of each name, best first."""
-    made: dict[str, list[Record]] = {}
-    for record in records:
-        made.setdefault(record.name, []).append(record)
-    return made

@@ -109,14 +109,7 @@ class If:
     body: list[Statement]
 
 
-@dataclass(frozen=True)
-class Note:
-    """A comment in the generated code."""
-
-    text: str
-
-
-Statement = Let | Declare | Assign | Load | Store | For | If | Note
+Statement = Let | Declare | Assign | Load | Store | For | If
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ class Array:
 
 @dataclass
 class Function:
-    """A lowered kernel. `work`: elements that an instance touches, as a guess of its cost."""
+    """A lowered kernel."""
 
     name: str
     lanes: int

@@ -11,7 +11,6 @@ from tilewright.tile.ir.thread_ir import (
     If,
     Let,
     Load,
-    Note,
     Operand,
     Statement,
     Store,
@@ -49,8 +48,6 @@ class _Scope:
             self.statement(statement)
 
     def statement(self, s: Statement) -> None:
-        if isinstance(s, Note):
-            return
         if isinstance(s, Let):
             wanted = s.operands or s.type
             for i, arg in enumerate(s.args):

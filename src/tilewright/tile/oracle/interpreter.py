@@ -277,11 +277,3 @@ def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int) -> Arra
             total = function(total[:axis_size], total[axis_size : 2 * axis_size])
         total = total[0]
     return np.asarray(total)
-
-
-def dtype_of(storage: Any) -> dtypes.DType:
-    """The element type whose bits a numpy array holds, where that is plain."""
-    found = dtypes.ALL.get(np.dtype(storage).name)
-    if found is None:
-        raise RunError(f"no element type has the bits of {storage}")
-    return found

@@ -6,7 +6,7 @@ import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Note, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Operand, Statement, Store, Type
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -176,8 +176,6 @@ def _statement(s: Statement, where: bool) -> list[str]:
     if isinstance(s, Assign):
         place = s.name if s.index is None else f"{s.name}[{s.index}]"
         return [f"{place} = {operand(s.value, s.type)};"]
-    if isinstance(s, Note):
-        return [f"// {s.text}"]
     if isinstance(s, If):
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"

@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,3 @@ def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:
             raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
     if run.returncode:
         raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", run.stderr[-4000:])
-
-
-def sizes(program: Program) -> Mapping[str, tuple[tuple[int, int], ...]]:
-    """By view, (axis, most elements) of each axis whose tiles are bounded: a caller checks them."""
-    from tilewright.tile.ir.tile_ir import Most
-
-    return {
-        name: tuple((i, s.value) for i, s in enumerate(view.sizes) if isinstance(s, Most))
-        for name, view in program.views.items()
-    }
