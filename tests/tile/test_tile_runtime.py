@@ -74,6 +74,17 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.compile(double.trace({"x": view, "y": view}))
 
 
+def test_clang_is_passed_over(tmp_path: Path) -> None:
+    """It calls itself c++ on some systems, and would refuse what is generated."""
+    for name in ("g++", "c++"):
+        fake = tmp_path / name
+        fake.write_text("#!/bin/sh\necho 'Fancy clang version 18.1'\n")
+        fake.chmod(0o755)
+    code = "from tilewright.tile.runtime import target; print(target.compiler(), target.missing())"
+    out, error = in_process(code, tmp_path, PATH=str(tmp_path), CXX="").communicate(timeout=120)
+    assert out.startswith("None no C++ compiler"), error
+
+
 @needs_compiler
 def test_doctor_says_that_there_is_no_compiler(tmp_path: Path) -> None:
     code = "from tilewright.cli import main; main()"

@@ -53,8 +53,8 @@ class Compiler:
 
 @cache
 def compiler() -> Compiler | None:
-    """g++ or clang++, the one of `CXX` first; None where there is none."""
-    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+    """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some of the vector builtins."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++"):
         path = shutil.which(name) if name else None
         if path is None:
             continue
@@ -62,7 +62,8 @@ def compiler() -> Compiler | None:
             run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
+        if "clang" not in run.stdout.lower():
+            return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
     return None
 
 
@@ -70,7 +71,7 @@ def missing() -> str:
     """Why nothing can be compiled here, or ""."""
     if platform.system() != "Linux":
         return f"CPU kernels are compiled on Linux; this is {platform.system()}"
-    return "" if compiler() is not None else "no C++ compiler is on the PATH"
+    return "" if compiler() is not None else "no C++ compiler is on the PATH that is GNU's (g++)"
 
 
 def need_compiler() -> Compiler:
