@@ -53,7 +53,7 @@ class Compiler:
 
 @cache
 def compiler() -> Compiler | None:
-    """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some of the vector builtins."""
+    """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some vector builtins."""
     for name in (os.environ.get("CXX", ""), "g++", "c++"):
         path = shutil.which(name) if name else None
         if path is None:
