@@ -28,7 +28,7 @@ from tilewright.tile.runtime.target import Cpu
 
 pytestmark = pytest.mark.skipif(bool(target.missing()), reason=target.missing() or "a C++ compiler is here")
 F32 = tile.float32
-QUICK = tuple("-O1" if f == "-O3" else f for f in cpu.FLAGS)
+QUICK, QUICKEST = (tuple(o if f == "-O3" else f for f in cpu.FLAGS) for o in ("-O1", "-O0"))
 """Bits do not depend on it."""
 
 
@@ -63,10 +63,10 @@ def compiled_run(
     made(pack(made.parameters, memories, scalars), grid, threads)
 
 
-def compare(samples: list[generate.Sample], which: Cpu | None = None) -> list[str]:
+def compare(samples: list[generate.Sample], which: Cpu | None = None, flags: tuple[str, ...] = QUICK) -> list[str]:
     """What differs between interpreter and compiled code."""
     wrong = []
-    compiled = cpu.compile_all([s.program for s in samples], which, QUICK)
+    compiled = cpu.compile_all([s.program for s in samples], which, flags)
     for sample, made in zip(samples, compiled, strict=True):
         mine, other = ({n: copy_of(v) for n, v in sample.arguments.items()} for _ in range(2))
         run(sample.program, mine, sample.grid, outputs=sample.outputs, order=order(which))
@@ -77,9 +77,10 @@ def compare(samples: list[generate.Sample], which: Cpu | None = None) -> list[st
 
 @pytest.mark.parametrize("batch", range(20))
 def test_random_programs_agree_bit_for_bit(batch: int) -> None:
-    """25 programs a run of the compiler: 500 in all."""
+    """25 programs a run of the compiler, 500 in all; most of them without its optimiser, which takes two thirds of the
+    time."""
     samples = [generate.sample(25 * batch + i, 8) for i in range(25)]
-    assert compare(samples) == []
+    assert compare(samples, flags=QUICKEST if batch % 4 else QUICK) == []
 
 
 @settings(max_examples=3, deadline=None)
