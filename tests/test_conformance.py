@@ -26,6 +26,10 @@ from tilewright.verify.suite import verify_kernel
 QUICK = {
     ("triton", "layer_norm", torch.float16),
     ("inductor", "l2_norm", torch.float32),
+    ("tile", "rms_norm", torch.float32),
+    ("tile", "gelu", torch.float16),
+    ("tile", "layer_norm_backward", torch.bfloat16),
+    ("tile", "geglu_backward", torch.float32),
     ("triton", "rms_norm_backward", torch.bfloat16),
     ("triton", "layer_norm_backward", torch.float16),
     ("triton", "l2_norm_backward", torch.float32),
@@ -36,7 +40,9 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
     op = registry.op(kernel.op)
     heavy = op.gradient is None or dtype == torch.float16 or op.probes.small is not None
-    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and heavy)) and (
+    # a tile kernel is compiled for each form of a call; its dtypes differ in a load and a store
+    compiled = kernel.backend == "tile" and (dtype != torch.bfloat16 or op.gradient is None)
+    costly = (kernel.backend == "inductor" or compiled or (kernel.backend == "triton" and heavy)) and (
         kernel.backend,
         kernel.op,
         dtype,

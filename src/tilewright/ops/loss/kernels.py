@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.call import Call
+from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
 from tilewright.ops.loss import configs
 
 _HERE = "tilewright.ops.loss"
@@ -51,4 +55,18 @@ TILELANG_KERNELS = [
     for op, function, limits in PASSES
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+
+def _from_inputs(call: Call) -> Iterable[Reason]:
+    if configs.scales(call):
+        yield Reason("unit", "given; works from logits and targets")
+
+
+TILE_KERNELS = [
+    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), limits=(limit,)))
+    for op, function, limit in (
+        ("bce_with_logits", "forward", configs.keeps_nothing),
+        ("bce_with_logits_backward", "backward", _from_inputs),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]
