@@ -95,8 +95,8 @@ def a_contributor(home: Path, device: str, **changes: str) -> Reader:
     """Has written the document's files into a source tree of their own."""
     shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__"))
     OP_WALK.write(home, **changes)
-    for name, line in OP_WALK.imports.items():
-        path = home / name
+    for name, block in OP_WALK.imports.items():
+        path, (_, line) = home / name, block.splitlines(keepends=True)
         before, first, after = path.read_text(encoding="utf-8").partition("    from tilewright.ops.linear ")
         path.write_text(before + line + first + after, encoding="utf-8")
         families = path.parent / "ops" / "__init__.py"
