@@ -88,6 +88,27 @@ def test_a_name_of_any_kind_finds_its_family() -> None:
         assert done.returncode == 0, f"{ask}: {done.stderr}"
 
 
+def test_a_thread_that_asks_while_another_imports_waits_for_the_kernels() -> None:
+    script = """
+import sys, threading
+import torch, tilewright as tw
+from tilewright.core import registry
+sys.setswitchinterval(1e-6)
+found = []
+def other():
+    while "dropout_add" not in registry._ops:
+        pass
+    found.extend(kernel.backend for kernel in registry.kernels_of("dropout_add"))
+thread = threading.Thread(target=other)
+thread.start()
+tw.dropout_add
+thread.join()
+assert "triton" in found, found
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_costs_at_most_50_ms_beyond_torch(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     """Processor time of the best run: neighbours only ever add to it. Twice the limit on CI, whose cores are shared."""
     limit = LIMIT_MS * (2 if os.environ.get("CI") else 1)

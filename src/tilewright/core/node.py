@@ -37,7 +37,7 @@ class _Nodes(torch._ops._OpNamespace):
         except AttributeError:
             if getattr(self.here, "defining", False):
                 raise
-            registry.load_families()
+            registry.ops()  # every family, and what plug-ins declare
             return super().__getattr__(name)
 
 

@@ -31,6 +31,8 @@ _kernels: dict[str, list[Kernel]] = {}
 _backends: dict[str, str] = {}
 _families: list[str] = []
 """Modules that declare ops when they are imported."""
+_importing = threading.RLock()
+"""Held while one is: what another thread has begun to declare, it has not finished."""
 _listeners: list[Callable[[], None]] = []
 _lock = threading.RLock()
 _loading = threading.RLock()
@@ -53,28 +55,31 @@ load_failures: list[LoadFailure] = []
 
 def add_families(modules: Iterable[str]) -> None:
     """Modules that declare ops and export them by `__all__`, to be imported when a name is looked for."""
-    _families.extend(modules)
+    _families.extend(module for module in modules if module not in _families)
 
 
 def export(name: str) -> Any:
     """What a family exports by this name, or None. Families are imported, in order, until one does."""
-    for module in map(importlib.import_module, _families):
-        if name in module.__all__:
-            return getattr(module, name)
+    with _importing:
+        for module in map(importlib.import_module, _families):
+            if name in module.__all__:
+                return getattr(module, name)
     return None
 
 
 def exports() -> list[str]:
     """All that families export."""
-    return [name for module in map(importlib.import_module, _families) for name in module.__all__]
+    with _importing:
+        return [name for module in map(importlib.import_module, _families) for name in module.__all__]
 
 
 def load_families(enough: Callable[[], bool] = lambda: False) -> None:
     """Import the families, in order, until it is enough."""
-    for module in _families:
-        if enough():
-            return
-        importlib.import_module(module)
+    with _importing:
+        for module in _families:
+            if enough():
+                return
+            importlib.import_module(module)
 
 
 def check_op(op: Op[Any]) -> None:
