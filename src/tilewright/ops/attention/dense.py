@@ -122,8 +122,7 @@ def wanted(name: str, index: int) -> OutRule:
     narrowed=lambda t, o: _scales(t, o, 1),
     probes=inputs.FORWARD,
     workloads=workloads.DENSE,
-    rounding="once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp "
-    "of each term is then allowed",
+    rounding=scales.ROUNDING,
 )
 def attention(
     q: Tensor,
@@ -192,8 +191,7 @@ def attention(
     narrowed=lambda t, o: _scales_backward(t, o, 1),
     probes=inputs.BACKWARD,
     workloads=workloads.DENSE,
-    rounding="each output once; a kernel may round P and dS for their products, in half precision: an ulp of each term "
-    "is then allowed",
+    rounding=scales.ROUNDING_BACKWARD,
 )
 def attention_backward(
     do: Tensor | None,

@@ -114,8 +114,7 @@ def _cost_backward(call: Call) -> tuple[int, int]:
     narrowed=lambda t, o: _scales(t, o, 1),
     probes=inputs_varlen.FORWARD,
     workloads=workloads.PACKED,
-    rounding="once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp "
-    "of each term is then allowed",
+    rounding=scales.ROUNDING,
 )
 def varlen_attention(
     q: Tensor,
@@ -171,8 +170,7 @@ def varlen_attention(
     narrowed=lambda t, o: _scales_backward(t, o, 1),
     probes=inputs_varlen.BACKWARD,
     workloads=workloads.PACKED,
-    rounding="each output once; a kernel may round P and dS for their products, in half precision: an ulp of each term "
-    "is then allowed",
+    rounding=scales.ROUNDING_BACKWARD,
 )
 def varlen_attention_backward(
     do: Tensor | None,
