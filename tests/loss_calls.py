@@ -35,3 +35,11 @@ def held(loss: Tensor) -> list[Tensor]:
     """What the node of autograd's graph holds for its first backward; nothing once that has run."""
     node: Any = loss.grad_fn
     return [] if node.held is None else [t for tensors in node.held._tensors for t in tensors]
+
+
+def skip_unless_it_runs(backend: str, device: str) -> None:
+    """Skip a test of TileLang where it cannot run."""
+    if backend == "tilelang":
+        pytest.importorskip("tilelang")
+        if device == "cpu":
+            pytest.skip("TileLang runs on a GPU")

@@ -18,7 +18,7 @@ from tilewright.bench import measure
 from tilewright.bench.engine import bench
 from tilewright.bench.measure import MAX_SETS, duel, interval, rotation, sample, spread
 from tilewright.bench.peers import peers_of
-from tilewright.bench.problems import input_bytes, problems
+from tilewright.bench.problems import Problem, input_bytes, problems
 from tilewright.bench.report import render
 from tilewright.bench.results import Report
 from tilewright.core import registry
@@ -212,6 +212,21 @@ def test_torch_as_a_peer_computes_the_same_and_an_impostor_is_found_out() -> Non
         impostor: Any = lambda run=runs[0]: [t * 1.5 for t in _tuple(run())]  # noqa: E731
         with pytest.raises(NotImplementedError, match="something else"):
             peers["torch"].check(problem, impostor, sets[0])
+
+
+def test_a_gradient_is_compared_as_the_op_declares_it_where_the_formula_has_a_corner() -> None:
+    """Autograd has half of |x|'s slope at 0; among millions of drawn logits some are 0."""
+
+    class Zeros(Problem):
+        def leaves(self, seed: int = 0) -> dict[str, Tensor | None]:
+            made = super().leaves(seed)
+            return made | {"logits": torch.zeros(M, C).requires_grad_()}
+
+    op = registry.op("bce_with_logits")
+    problem = Zeros(op, backward=True, shape=(M, C), dtype=torch.float32, workload="zeros", device=CPU)
+    peers = {p.name: p for p in peers_of(problem.owner)}
+    sets = [problem.inputs(0)]
+    peers["torch"].check(problem, peers["torch"].runs(problem, sets)[0], sets[0])
 
 
 def test_a_peer_is_interleaved_and_missing_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

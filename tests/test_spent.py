@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewright as tw
-from loss_calls import backends, close, held, leaf, reductions, wanted
+from loss_calls import backends, close, held, leaf, reductions, skip_unless_it_runs, wanted
 from tilewright.core.spent import Held
 
 # Who gets it ----------------------------------------------------------------------------------------------------------
@@ -284,6 +284,7 @@ def test_backward_takes_no_memory() -> None:
 @pytest.mark.parametrize("dy", [1.0, 3.0])
 def test_a_captured_step_is_right_on_every_replay(backend: str, dy: float) -> None:
     """Forward writes what it saves anew each time, backward scales it; new values come through the same memory."""
+    skip_unless_it_runs(backend, "cuda")
     x, y = leaf(device="cuda")
     upstream = torch.tensor(dy, device="cuda")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilewright as tw
-from loss_calls import ROWS, C, backends, close, leaf, wanted
+from loss_calls import ROWS, C, backends, close, leaf, skip_unless_it_runs, wanted
 from tilewright.core import declaration, registry
 from tilewright.core.arguments import facts_of
 from tilewright.core.errors import TilewrightError
@@ -118,8 +118,7 @@ def _with_unit() -> Iterator[Case]:
 def test_kernels_conform_where_they_are_given_it(kernel: Kernel, device: str) -> None:
     """By value, twice, poisoned, and in place with the same bits."""
     emulated = device == "cpu"
-    if emulated and kernel.backend == "tilelang":
-        pytest.skip("TileLang runs on a GPU")
+    skip_unless_it_runs(kernel.backend, device)
     ran = in_place = 0
     for case in _with_unit():
         inputs = build(case, BACKWARD, device)
@@ -138,8 +137,7 @@ def test_kernels_conform_where_they_are_given_it(kernel: Kernel, device: str) ->
 @pytest.mark.parametrize("kernel", _kernels(BACKWARD), ids=str)
 def test_nothing_moves_where_the_upstream_gradient_is_1(kernel: Kernel, device: str) -> None:
     """Bits that no product would leave: a kernel that writes them makes another NaN of them, on a GPU at the least."""
-    if device == "cpu" and kernel.backend == "tilelang":
-        pytest.skip("TileLang runs on a GPU")
+    skip_unless_it_runs(kernel.backend, device)
     tensors = [None if t is None else t.to(device) for t in given(1.0).values()]
     unit = tensors[5]
     assert unit is not None
