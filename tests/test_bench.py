@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import random
@@ -227,6 +228,19 @@ def test_a_gradient_is_compared_as_the_op_declares_it_where_the_formula_has_a_co
     peers = {p.name: p for p in peers_of(problem.owner)}
     sets = [problem.inputs(0)]
     peers["torch"].check(problem, peers["torch"].runs(problem, sets)[0], sets[0])
+
+
+def test_a_compiled_rival_is_one_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shape uses up another's limit of recompilations; by Dynamo alone, which counts them."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name in ("gated_residual", "bce_with_logits", "rms_norm", "linear", "gelu"):
+            for rows in (2, 3, 4):
+                problem = next(p for p in problems([name], shapes=[(rows, C)], dtypes=[torch.float32], device=CPU)
+                               if p.backward)  # fmt: skip
+                rival = next(p for p in peers_of(problem.owner) if p.name == "torch.compile")
+                sets = [problem.inputs(0)]
+                rival.check(problem, rival.runs(problem, sets)[0], sets[0])
 
 
 def test_a_peer_is_interleaved_and_missing_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

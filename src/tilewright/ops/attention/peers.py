@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.ops.adapters import Maker, Options, Run, Tensors, compiled
 from tilewright.ops.attention.masks import Rules
-
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor]:
@@ -90,20 +85,11 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 def _compile(t: Tensors, o: Options) -> Run:
     """torch.compile of that, which keeps every score: where there are few it is at its best."""
-    import torch._functorch.config as functorch
-
     arguments = _arguments(t, o)
     q, k = t["q"], t["k"]
     if q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > 1 << 28:
         raise NotImplementedError("keeps every score, and these would fill the memory")
-    compiled = torch.compile(_composed, dynamic=False, fullgraph=True)
-
-    def run() -> Any:
-        # a graph that is kept for many backwards may not donate its buffers
-        with functorch.patch(donated_buffer=False):
-            return compiled(*arguments)
-
-    return run if q.requires_grad else functools.partial(compiled, *arguments)
+    return compiled(_composed, *arguments)
 
 
 def _varlen(t: Tensors, o: Options) -> Run:

@@ -7,16 +7,12 @@ only; nothing here is a kernel of ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
+from tilewright.ops.adapters import Options, Run, Tensors, compiled
 
 
 def _padding(o: Options) -> int | None:
@@ -48,31 +44,13 @@ def _gather(t: Tensors, o: Options) -> Run:
     return run
 
 
-@functools.cache
-def _compiled(padding: int | None, sparse: bool, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
-
-    def embedding_bag(indices: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding, sparse=sparse)
-
-    embedding_bag.__code__ = embedding_bag.__code__.replace()
-    return torch.compile(embedding_bag, dynamic=False, fullgraph=True)
+def _bag(indices: Tensor, weight: Tensor, padding: int | None, sparse: bool) -> Tensor:
+    return F.embedding_bag(indices, weight, mode="mean", padding_idx=padding, sparse=sparse)
 
 
 def _compile(t: Tensors, o: Options) -> Run:
     """torch.compile of the same, specialised to the shape: at its best."""
-    import torch._functorch.config as functorch
-
-    arguments = (t["indices"], t["weight"])
-    signature = tuple((a.shape, a.stride(), a.dtype, a.requires_grad) for a in arguments)
-    compiled = _compiled(_padding(o), o["sparse_grad"], signature)
-
-    def run() -> Any:
-        # a graph that is kept for many backwards may not donate its buffers
-        with functorch.patch(donated_buffer=False):
-            return compiled(*arguments)
-
-    return run if t["weight"].requires_grad else functools.partial(compiled, *arguments)
+    return compiled(_bag, t["indices"], t["weight"], _padding(o), o["sparse_grad"])
 
 
 PEERS = {"embedding_bag_mean": {"torch": _eager, "torch.compile": _compile, "index_select": _gather}}

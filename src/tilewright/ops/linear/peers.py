@@ -7,17 +7,13 @@ only; nothing here is a kernel of ours.
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
+from tilewright.ops.adapters import Options, Run, Tensors, compiled
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str) -> Tensor:
@@ -50,28 +46,9 @@ def _fused(t: Tensors, o: Options) -> Run:
     return lambda: torch._addmm_activation(t["bias"], rows, across, use_gelu=gelu).reshape(outputs)
 
 
-@functools.cache
-def _compiled(signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
-    copy = types.FunctionType(_linear.__code__.replace(), _linear.__globals__, _linear.__name__)
-    return torch.compile(copy, dynamic=False, fullgraph=True)
-
-
 def _compile(t: Tensors, o: Options) -> Run:
     """torch.compile of the same, specialised to the shape: at its best."""
-    import torch._functorch.config as functorch
-
-    arguments = [*t.values(), o["act"]]
-    facts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in arguments)
-    compiled = _compiled(tuple(facts))
-
-    def run() -> Any:
-        # a graph that is kept for many backwards may not donate its buffers
-        with functorch.patch(donated_buffer=False):
-            return compiled(*arguments)
-
-    gradient = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-    return run if gradient else functools.partial(compiled, *arguments)
+    return compiled(_linear, *t.values(), o["act"])
 
 
 PEERS: dict[str, dict[str, Callable[[Tensors, Options], Run]]] = {

@@ -7,17 +7,13 @@ only; nothing here is a kernel of ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
+from tilewright.ops.adapters import Maker, Options, Run, Tensors, compiled
 
 
 def _bce(
@@ -38,17 +34,7 @@ def _eager(t: Tensors, o: Options) -> Run:
 
 def _compile(t: Tensors, o: Options) -> Run:
     """torch.compile of the same, specialised to the shape: at its best."""
-    import torch._functorch.config as functorch
-
-    arguments = _arguments(t, o)
-    compiled = torch.compile(_bce, dynamic=False, fullgraph=True)
-
-    def run() -> Any:
-        # a graph that is kept for many backwards may not donate its buffers
-        with functorch.patch(donated_buffer=False):
-            return compiled(*arguments)
-
-    return run if t["logits"].requires_grad else functools.partial(compiled, *arguments)
+    return compiled(_bce, *_arguments(t, o))
 
 
 PEERS: dict[str, dict[str, Maker]] = {"bce_with_logits": {"torch": _eager, "torch.compile": _compile}}

@@ -7,18 +7,14 @@ imported inside, since most machines have none of them. Used by benchmarks only;
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
+from tilewright.ops.adapters import Maker, Options, Run, Tensors, compiled
 
 
 def _plain(options: Options) -> None:
@@ -60,31 +56,12 @@ def _eager(function: Callable[..., Any], *names: str) -> Maker:
     return maker
 
 
-@functools.cache
-def _compiled(function: Any, shapes: tuple[Any, ...]) -> Callable[..., Any]:
-    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(copy, dynamic=False, fullgraph=True)
-
-
 def _compile(function: Callable[..., Any], *names: str) -> Maker:
     """torch.compile of the same, specialised to the shape: at its best."""
 
     def maker(t: Tensors, o: Options) -> Run:
         _plain(o)
-        import torch._functorch.config as functorch
-
-        arguments = [t[n] for n in names]
-        signature = tuple(None if a is None else (a.shape, a.dtype, a.requires_grad) for a in arguments)
-        compiled = _compiled(function, signature)
-
-        def run() -> Any:
-            # a graph that is kept for many backwards may not donate its buffers
-            with functorch.patch(donated_buffer=False):
-                return compiled(*arguments, o["eps"])
-
-        gradient = any(a is not None and a.requires_grad for a in arguments)
-        return run if gradient else functools.partial(compiled, *arguments, o["eps"])
+        return compiled(function, *(t[n] for n in names), o["eps"])
 
     return maker
 

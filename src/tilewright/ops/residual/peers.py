@@ -7,17 +7,14 @@ op. Used by benchmarks only; nothing here is a kernel of ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
+from tilewright.ops.adapters import Maker, Options, Tensors, compiled
+
 Arguments = Callable[[Tensors, Options], tuple[Any, ...]]
 
 
@@ -43,21 +40,7 @@ def _eager(function: Callable[..., Tensor], arguments: Arguments) -> Maker:
 
 def _compile(function: Callable[..., Tensor], arguments: Arguments) -> Maker:
     """torch.compile of the same, specialised to the shape: at its best."""
-
-    def maker(t: Tensors, o: Options) -> Run:
-        import torch._functorch.config as functorch
-
-        given = arguments(t, o)
-        compiled = torch.compile(function, dynamic=False, fullgraph=True)
-
-        def run() -> Any:
-            # a graph that is kept for many backwards may not donate its buffers
-            with functorch.patch(donated_buffer=False):
-                return compiled(*given)
-
-        return run if t["x"].requires_grad else functools.partial(compiled, *given)
-
-    return maker
+    return lambda t, o: compiled(function, *arguments(t, o))
 
 
 def _drawing(maker: Maker) -> Maker:
