@@ -74,6 +74,12 @@ from tilewright.ops.residual import (
     gated_residual_,
     gated_residual_backward,
 )
+from tilewright.ops.rotary import (
+    qkv_split_rope,
+    qkv_split_rope_backward,
+    rope,
+    rope_backward,
+)
 
 __version__ = "0.1.0"
 
@@ -158,9 +164,13 @@ __all__ = [
     "linear",
     "linear_backward",
     "patch",
+    "qkv_split_rope",
+    "qkv_split_rope_backward",
     "rms_norm",
     "rms_norm_",
     "rms_norm_backward",
+    "rope",
+    "rope_backward",
     "scale_bias_add",
     "scale_bias_add_",
     "scale_bias_add_backward",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core import registry
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call, TensorFacts, contiguous_strides
 from tilewright.core.op import Op
 from tilewright.core.probes import Extent, Maker
 
@@ -84,6 +84,7 @@ def make_inputs(
     workload's own for what is no plain number."""
     extent = size if isinstance(size, Extent) else Extent(tuple(size[:-1]), size[-1], dict(op.probes.sizes))
     layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
+    extent = probes.sized(extent, {**op.usual, **(options or {})})
     found: dict[str, Any] = {}
     for name in op.tensors:
         if name in absent:
@@ -126,7 +127,8 @@ def main_of(call: Call) -> TensorFacts:
 def extent_of(call: Call) -> Extent:
     """How large the call is, in the words of the op's probes."""
     op = registry.op(call.op)
-    return op.probes.extent_of({n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors})
+    shapes = {n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors}
+    return op.probes.extent_of(shapes, call.options)
 
 
 def forms_of(call: Call) -> dict[str, str]:
@@ -199,9 +201,10 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
         return tensor.transpose(0, -2).contiguous().transpose(0, -2)
     elif kind == "broadcast rows":
         return tensor[..., :1, :].expand(shape)
-    elif kind == "huge" and tensor.dim() == 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
-        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + columns, dtype=tensor.dtype, device=tensor.device)
-        bent = bent.as_strided(shape, (HUGE_STRIDE, 1))
+    elif kind == "huge" and tensor.dim() >= 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
+        inner = tensor[:1].numel()
+        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + inner, dtype=tensor.dtype, device=tensor.device)
+        bent = bent.as_strided(shape, (HUGE_STRIDE, *contiguous_strides(shape[1:])))
     else:
         return tensor
     bent.copy_(tensor)

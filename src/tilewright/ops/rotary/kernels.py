@@ -1,0 +1,27 @@
+"""The kernels of the rotary family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, Limit, cuda, hip, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.rotary import configs
+from tilewright.ops.rotary.places import sequences
+
+_HERE = "tilewright.ops.rotary"
+PASSES: tuple[tuple[str, str, tuple[Limit, ...]], ...] = (
+    ("rope", "triton:turned", (unit_stride("x"), sequences("x"), sequences("position_ids", inner=1))),
+    ("rope_backward", "triton:turned", (sequences("dy"), sequences("position_ids", inner=1))),
+    ("qkv_split_rope", "triton:split", (unit_stride("qkv", "q_norm", "k_norm"), sequences("qkv", inner=2),
+                                        sequences("position_ids", inner=1))),
+    ("qkv_split_rope_backward", "triton_backward:backward", (
+        unit_stride("qkv", "q_norm", "k_norm"), sequences("dq", "dk", "dv"), sequences("qkv", inner=2),
+        sequences("position_ids", inner=1))),
+)  # fmt: skip
+
+TRITON_KERNELS = [
+    Kernel(op, "triton", f"{_HERE}.{source}", Capability((cuda(80), hip("gfx942")), limits=limits),
+           configs.triton_configs)
+    for op, source, limits in PASSES
+]  # fmt: skip
+
+KERNELS = [*TRITON_KERNELS]
