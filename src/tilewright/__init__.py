@@ -80,6 +80,10 @@ from tilewright.ops.rotary import (
     rope,
     rope_backward,
 )
+from tilewright.ops.sampling import (
+    softmax,
+    softmax_backward,
+)
 
 __version__ = "0.1.0"
 
@@ -177,6 +181,8 @@ __all__ = [
     "silu",
     "silu_",
     "silu_backward",
+    "softmax",
+    "softmax_backward",
     "swiglu",
     "swiglu_backward",
     "swiglu_packed",

@@ -1,0 +1,37 @@
+"""The kernels of the sampling family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.sampling import configs
+from tilewright.ops.sampling.vendor import plain
+
+_HERE = "tilewright.ops.sampling"
+SOFTMAX = (("softmax", "forward"), ("softmax_backward", "backward"))
+
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_softmax:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(
+                unit_stride("x", "y"),
+                row_levels("x", "y", "dy"),
+                configs.last_dimension,
+                columns("x", most=configs.MOST_COLUMNS),
+                columns("dy", most=configs.MOST_COLUMNS),
+            ),
+        ),
+        configs.softmax_configs,
+    )
+    for op, function in SOFTMAX
+]
+
+VENDOR_KERNELS = [
+    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=(plain,)), label="aten") for op, _ in SOFTMAX
+]
+
+KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
