@@ -76,6 +76,8 @@ from tilewright.ops.residual import (
 )
 from tilewright.ops.rotary import (
     qkv_split_rope,
+    qkv_split_rope_append,
+    qkv_split_rope_append_,
     qkv_split_rope_backward,
     rope,
     rope_backward,
@@ -169,6 +171,8 @@ __all__ = [
     "linear_backward",
     "patch",
     "qkv_split_rope",
+    "qkv_split_rope_append",
+    "qkv_split_rope_append_",
     "qkv_split_rope_backward",
     "rms_norm",
     "rms_norm_",

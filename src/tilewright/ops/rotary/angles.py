@@ -80,7 +80,8 @@ def check_tables(call: Call, main: str, width: int, tokens: tuple[int, ...]) -> 
         if call.sin.dtype != cos.dtype:
             kinds = f"dtype {DTYPE_NAMES[call.sin.dtype]}, while cos is {DTYPE_NAMES[cos.dtype]}"
             raise InvalidArgument(call.op, "sin", kinds, "the tables share one dtype")
-    check_numbers(call, "position_ids", tokens)
+    if "position_ids" in call.tensors:
+        check_numbers(call, "position_ids", tokens)
 
 
 def check_numbers(call: Call, name: str, shape: tuple[int, ...]) -> None:

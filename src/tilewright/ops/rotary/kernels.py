@@ -8,6 +8,8 @@ from tilewright.ops.rotary import configs
 from tilewright.ops.rotary.places import sequences
 
 _HERE = "tilewright.ops.rotary"
+IN_PLACE = "qkv_split_rope_append"
+"""It writes rows of the caches, and reads none."""
 PASSES: tuple[tuple[str, str, tuple[Limit, ...]], ...] = (
     ("rope", "triton:turned", (unit_stride("x"), sequences("x"), sequences("position_ids", inner=1))),
     ("rope_backward", "triton:turned", (sequences("dy"), sequences("position_ids", inner=1))),
@@ -16,11 +18,14 @@ PASSES: tuple[tuple[str, str, tuple[Limit, ...]], ...] = (
     ("qkv_split_rope_backward", "triton_backward:backward", (
         unit_stride("qkv", "q_norm", "k_norm"), sequences("dq", "dk", "dv"), sequences("qkv", inner=2),
         sequences("position_ids", inner=1))),
+    ("qkv_split_rope_append", "triton:append", (
+        unit_stride("qkv", "k_cache", "v_cache", "q_norm", "k_norm"), sequences("qkv", inner=2),
+        sequences("k_cache", "v_cache"), sequences("pos", "rope_pos", inner=0))),
 )  # fmt: skip
 
 TRITON_KERNELS = [
-    Kernel(op, "triton", f"{_HERE}.{source}", Capability((cuda(80), hip("gfx942")), limits=limits),
-           configs.triton_configs)
+    Kernel(op, "triton", f"{_HERE}.{source}",
+           Capability((cuda(80), hip("gfx942")), limits=limits, in_place=op == IN_PLACE), configs.triton_configs)
     for op, source, limits in PASSES
 ]  # fmt: skip
 

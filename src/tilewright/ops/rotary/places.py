@@ -54,7 +54,7 @@ def sequences(*names: str, inner: int = 3) -> Limit:
             if merged(facts, inner) is None:
                 problem = f"leading strides {list(facts.stride[: len(facts.shape) - inner])} do not merge into one"
                 yield Reason(name, problem, f"{name}.contiguous() would do")
-            if math.prod(facts.shape[: len(facts.shape) - inner + 1]) > MOST_TOKENS:
+            if inner and math.prod(facts.shape[: len(facts.shape) - inner + 1]) > MOST_TOKENS:
                 yield Reason(name, f"more tokens than {MOST_TOKENS}", "split the batch")
 
     return limit

@@ -154,7 +154,7 @@ def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"q": _turned(q, t, o, terms=True), "k": _turned(k, t, o, terms=True), "v": v.abs()}
 
 
-def _used_tables(call: Call, tokens: int) -> int:
+def used_tables(call: Call, tokens: int) -> int:
     if not call.has("cos"):
         return 0
     rows = min(call.cos.shape[0], tokens)
@@ -163,7 +163,7 @@ def _used_tables(call: Call, tokens: int) -> int:
 
 def _cost(call: Call) -> tuple[int, int]:
     qkv: TensorFacts = call.qkv
-    moved = bytes_of(call, "qkv", "q_norm", "k_norm", "position_ids", *call.outputs) + _used_tables(call, qkv.rows)
+    moved = bytes_of(call, "qkv", "q_norm", "k_norm", "position_ids", *call.outputs) + used_tables(call, qkv.rows)
     return moved, qkv.numel * (3 + 4 * call.has("q_norm"))
 
 
@@ -175,7 +175,7 @@ def _cost_backward(call: Call) -> tuple[int, int]:
     norms = [n for n in ("qkv", "rstd") if call.has("q_norm") or call.has("k_norm")]
     moved = bytes_of(call, "dq", "dk", "dv", *norms, "q_norm", "k_norm", "position_ids", *call.outputs)
     width = head_width(call) * (call.q_heads + 2 * call.kv_heads)
-    return moved + _used_tables(call, count), count * width * (3 + 9 * bool(norms))
+    return moved + used_tables(call, count), count * width * (3 + 9 * bool(norms))
 
 
 def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:

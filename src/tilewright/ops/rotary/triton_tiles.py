@@ -10,11 +10,18 @@ import triton.language as tl
 
 
 @triton.jit
-def spot(tokens, seq, batch, stride):
-    """Offsets of tokens, counted over all sequences of `seq`. The division is of 32 bits: one of 64 costs much more."""
+def divide(tokens, seq):
+    """The sequence of each token, and its place there. The division is of 32 bits: one of 64 costs much more."""
     counted = tokens.to(tl.uint32)
     each = seq.to(tl.uint32)
-    return (counted // each).to(tl.int64) * batch + (counted % each).to(tl.int64) * stride
+    return (counted // each).to(tl.int64), (counted % each).to(tl.int64)
+
+
+@triton.jit
+def spot(tokens, seq, batch, stride):
+    """Offsets of tokens, counted over all sequences of `seq`."""
+    sequence, token = divide(tokens, seq)
+    return sequence * batch + token * stride
 
 
 @triton.jit

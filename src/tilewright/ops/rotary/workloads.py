@@ -23,3 +23,20 @@ PROJECTIONS = (
     ),
     Workload("decode, 64 sequences", 64, 128, sizes=(1, 4096, 64), options={"q_heads": 32, "kv_heads": 8}),
 )
+
+CACHED = (
+    # sizes: new tokens a sequence, rows of the tables, half of what is turned, rows of the caches
+    Workload(
+        "qwen3-8b decode, 64 sequences", 64, 128, sizes=(1, 4096, 64, 4096), options={"q_heads": 32, "kv_heads": 8}
+    ),
+    Workload(
+        "qwen3-8b prefill, 2048 tokens", 1, 128, sizes=(2048, 4096, 64, 4096), options={"q_heads": 32, "kv_heads": 8}
+    ),
+    Workload(
+        "pi0.5 action expert, 10 tokens",
+        1,
+        256,
+        sizes=(10, 1024, 128, 1024),
+        options={"q_heads": 8, "kv_heads": 1, "style": "interleaved"},
+    ),
+)
