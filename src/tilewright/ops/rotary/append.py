@@ -53,7 +53,8 @@ def _appended(cache: Tensor, new: Tensor, pos: Tensor) -> Tensor:
     place = torch.arange(cache.shape[-3], device=pos.device) - pos.long().unsqueeze(-1)
     given = (place >= 0) & (place < new.shape[-3])
     index = torch.where(given, place, 0).unsqueeze(-1).unsqueeze(-1).expand(cache.shape)
-    return torch.where(given.unsqueeze(-1).unsqueeze(-1), new.gather(-3, index).to(cache.dtype), cache)
+    made = torch.where(given.unsqueeze(-1).unsqueeze(-1), new.gather(-3, index).to(cache.dtype), cache)
+    return made.clone(memory_format=torch.contiguous_format)  # of one head, else with the cache's own stride
 
 
 def _parts(t: Mapping[str, Any], o: Mapping[str, Any], terms: bool = False) -> tuple[Tensor, Tensor, Tensor]:
