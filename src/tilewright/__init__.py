@@ -85,6 +85,8 @@ from tilewright.ops.rotary import (
 from tilewright.ops.sampling import (
     softmax,
     softmax_backward,
+    top_k_top_p_renorm,
+    top_k_top_p_sample,
 )
 
 __version__ = "0.1.0"
@@ -191,6 +193,8 @@ __all__ = [
     "swiglu_backward",
     "swiglu_packed",
     "swiglu_packed_backward",
+    "top_k_top_p_renorm",
+    "top_k_top_p_sample",
     "unpatch",
     "use",
 ]

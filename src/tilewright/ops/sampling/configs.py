@@ -1,5 +1,6 @@
 """How rows of the sampling family are cut into programs, best guess first. Needs no Triton.
 
+Keys of top_k_top_p: `block` columns a program, `num_warps`, and `choosing` warps of the program that has a row's keys.
 Keys of softmax: `rows` a tile and `block` columns of it; `split` of 1 cuts a row among programs, which pass over it
 twice; `num_warps`.
 """
@@ -57,3 +58,14 @@ def softmax_configs(call: Call) -> tuple[Config, ...]:
         Config(rows=1, block=block, split=0, num_warps=max(1, min(8, block // 512))),
     )
     return tuple(dict.fromkeys(found))
+
+
+def top_configs(call: Call) -> tuple[Config, ...]:
+    """Of few columns one block. What programs share is small beside what they read where blocks are large."""
+    probs: TensorFacts = call.probs
+    width = max(128, power_of_2_at_least(probs.columns))
+    found = ((4096, 8), (2048, 4), (8192, 16), (4096, 16), (8192, 8))
+    least = max(128, power_of_2_at_least(-(-probs.columns // 4096)))
+    return tuple(dict.fromkeys(
+        Config(block=min(width, max(block, least)), num_warps=warps, choosing=8) for block, warps in found
+    ))  # fmt: skip

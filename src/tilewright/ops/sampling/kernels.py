@@ -30,6 +30,21 @@ TRITON_KERNELS = [
     for op, function in SOFTMAX
 ]
 
+MOST_VOCABULARY = 1 << 23
+TRITON_KERNELS += [
+    Kernel(
+        f"top_k_top_p_{function}",
+        "triton",
+        f"{_HERE}.triton_draw:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY)),
+        ),
+        configs.top_configs,
+    )
+    for function in ("renorm", "sample")
+]
+
 VENDOR_KERNELS = [
     Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=(plain,)), label="aten") for op, _ in SOFTMAX
 ]

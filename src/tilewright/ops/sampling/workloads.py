@@ -11,3 +11,10 @@ SOFTMAX = (
     Workload("llama-3 logits, 2048 tokens", 2048, 128256),
     Workload("mixture of experts, 32768 tokens over 128", 32768, 128, torch.float32),
 )
+
+SAMPLING = (
+    Workload("qwen3, one sequence, k 50 and p 0.9", 1, 151936, torch.float32),
+    Workload("qwen3, 64 sequences, k 50 and p 0.9", 64, 151936, torch.float32),
+    Workload("qwen3, 64 sequences, p 0.9", 64, 151936, torch.float32, options={"top_k": None, "few": False}),
+    Workload("llama-3, 16 sequences, k 1000", 16, 128256, torch.float32, options={"top_k": 1000, "few": False}),
+)
