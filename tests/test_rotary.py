@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,15 @@ from tilewright.core import node, registry
 from tilewright.verify.cases import make_inputs
 
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.interpreted)]
+
+
+@pytest.fixture(autouse=True)
+def unchecked() -> Iterator[None]:
+    """Conformance has the checks of first use; each takes an interpreter longer than these tests do."""
+    with tw.use(check="never"):
+        yield
+
+
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2}
 
 

@@ -5,9 +5,9 @@ Kernels are declared in `kernels.py` and written in one file a backend; the work
 """
 
 from tilewright.core import registry
-from tilewright.ops.sampling.calls import top_k_top_p_renorm, top_k_top_p_sample
+from tilewright.ops.sampling.calls import softmax, top_k_top_p_renorm, top_k_top_p_sample
 from tilewright.ops.sampling.kernels import KERNELS
-from tilewright.ops.sampling.softmax import softmax, softmax_backward
+from tilewright.ops.sampling.softmax import softmax_backward
 
 registry.add_kernels(KERNELS)
 

@@ -1,4 +1,5 @@
-"""Sampling as users call it: k and p are numbers or tensors, and where no seed is given, one comes from torch."""
+"""The family as users call it: softmax over any dimension, k and p that are numbers or tensors, and where no seed is
+given, one from torch."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
+from tilewright.ops.sampling import softmax as rows
 from tilewright.ops.sampling import top
 
 Numbers = dict[str, Any]
@@ -19,6 +21,28 @@ def _apart(top_k: int | Tensor | None, top_p: float | Tensor | None, order: str)
     p = None if isinstance(top_p, Tensor) else top_p
     tensors = {"row_k": top_k if k is None else None, "row_p": top_p if p is None else None}
     return tensors, {"top_k": k, "top_p": p, "order": order, "few": top.few_of(k, order)}
+
+
+def softmax(x: Tensor, *, dim: int = -1, scale: float = 1.0, backend: str | None = None) -> Tensor:
+    """softmax(scale * x) over one dimension. See the op, `softmax.op`, which is over the last.
+
+    Args:
+        x: fp32, fp16 or bf16, any strides.
+        dim: the dimension that is summed over. Of another than the last the result is a view of one with that last.
+        scale: a factor of x, as 1 / temperature; finite.
+        backend: this backend or an error that says why not.
+
+    Returns:
+        y: shape and dtype of x, rounded once. What is -infinity alone is NaN, as in torch.
+
+    Raises:
+        InvalidArgument: as the op; also a dimension that x has not.
+    """
+    if not -x.dim() <= dim < max(x.dim(), 1):
+        raise InvalidArgument("softmax", "dim", f"{dim}", f"x has {x.dim()} dimensions")
+    if dim in (-1, x.dim() - 1):
+        return rows.softmax(x, scale=scale, backend=backend)
+    return rows.softmax(x.movedim(dim, -1), scale=scale, backend=backend).movedim(-1, dim)
 
 
 def top_k_top_p_renorm(
@@ -90,5 +114,6 @@ def top_k_top_p_sample(
     return found
 
 
-top_k_top_p_renorm.op = top.top_k_top_p_renorm  # type: ignore[attr-defined]  # for explain, and for its reference
+softmax.op = rows.softmax  # type: ignore[attr-defined]  # for explain, and for its reference
+top_k_top_p_renorm.op = top.top_k_top_p_renorm  # type: ignore[attr-defined]
 top_k_top_p_sample.op = top.top_k_top_p_sample  # type: ignore[attr-defined]

@@ -7,11 +7,8 @@ twice; `num_warps`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
-from tilewright.core.reason import Reason
 from tilewright.ops.configs import power_of_2_at_least
 
 WIDEST_ROW = 65536
@@ -24,14 +21,6 @@ MOST_COLUMNS = 1 << 26
 def main_of(call: Call) -> TensorFacts:
     found: TensorFacts = call.dy if "dy" in call.tensors else call.x
     return found
-
-
-def last_dimension(call: Call) -> Iterable[Reason]:
-    """Kernels reduce over the last dimension."""
-    facts = main_of(call)
-    if call.dim not in (-1, len(facts.shape) - 1):
-        stride = facts.stride[call.dim]
-        yield Reason("dim", f"{call.dim}, a dimension of stride {stride}; takes the last", "transpose would do")
 
 
 def softmax_configs(call: Call) -> tuple[Config, ...]:

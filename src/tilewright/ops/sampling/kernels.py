@@ -5,7 +5,6 @@ from __future__ import annotations
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.sampling import configs
-from tilewright.ops.sampling.vendor import plain
 
 _HERE = "tilewright.ops.sampling"
 SOFTMAX = (("softmax", "forward"), ("softmax_backward", "backward"))
@@ -18,9 +17,7 @@ TRITON_KERNELS = [
         Capability(
             (cuda(80), hip("gfx942")),
             limits=(
-                unit_stride("x", "y"),
                 row_levels("x", "y", "dy"),
-                configs.last_dimension,
                 columns("x", most=configs.MOST_COLUMNS),
                 columns("dy", most=configs.MOST_COLUMNS),
             ),
@@ -45,8 +42,6 @@ TRITON_KERNELS += [
     for function in ("renorm", "sample")
 ]
 
-VENDOR_KERNELS = [
-    Kernel(op, "vendor", f"{_HERE}.vendor:{op}", Capability(limits=(plain,)), label="aten") for op, _ in SOFTMAX
-]
+VENDOR_KERNELS = [Kernel(op, "vendor", f"{_HERE}.vendor:{op}", label="aten") for op, _ in SOFTMAX]
 
 KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]

@@ -1,4 +1,5 @@
-"""softmax and its gradient: definitions, and what else is declared of them."""
+"""softmax over the last dimension and its gradient: definitions, and what else is declared of them. Over another
+dimension it is taken by the function that users call, in `calls`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tilewright.core.op import Gradient, like, op, upcast
 from tilewright.core.probes import Probes
 from tilewright.ops.sampling import workloads
 
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.125}, {"dim": 0}, {"scale": -2.0})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.125}, {"scale": -2.0})
 
 
 def _check(call: Call) -> None:
@@ -25,9 +26,6 @@ def _check(call: Call) -> None:
     wide_rows(call, names[0])
     floating(call, *names)
     same_shape(call, *names)
-    dims = len(call[names[0]].shape)
-    if not -dims <= call.dim < dims:
-        raise InvalidArgument(call.op, "dim", f"{call.dim}", f"{names[0]} has {dims} dimensions")
     if not math.isfinite(call.scale):
         remedy = "must be finite; a temperature of 0 is argmax"
         raise InvalidArgument(call.op, "scale", f"{call.scale}", remedy)
@@ -41,18 +39,18 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 def _scale(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
     """An exponential is as far off as its argument, which is a difference of two."""
     z = _scaled(t["x"], o["scale"])
-    terms = z.abs() + z.abs().amax(o["dim"], keepdim=True) + 1.0 if z.numel() else z
-    return {"y": torch.nan_to_num(torch.softmax(z, o["dim"]) * terms)}
+    terms = z.abs() + z.abs().amax(-1, keepdim=True) + 1.0 if z.numel() else z
+    return {"y": torch.nan_to_num(torch.softmax(z, -1) * terms)}
 
 
 def _scale_backward(t: Mapping[str, Any], o: Mapping[str, Any]) -> dict[str, Tensor]:
     dy, y = t["dy"].abs(), t["y"].abs()
-    return {"dx": abs(o["scale"]) * y * (dy + (dy * y).sum(o["dim"], keepdim=True))}
+    return {"dx": abs(o["scale"]) * y * (dy + (dy * y).sum(-1, keepdim=True))}
 
 
 def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     """What forward returns."""
-    found["y"] = torch.softmax(upcast(found["y"]), options["dim"]).to(found["y"].dtype)
+    found["y"] = torch.softmax(upcast(found["y"]), -1).to(found["y"].dtype)
 
 
 @op(
@@ -65,21 +63,20 @@ def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     probes=Probes(dims={"x": "M C"}, options=OPTIONS),
     workloads=workloads.SOFTMAX,
 )
-def softmax(x: Tensor, *, dim: int = -1, scale: float = 1.0) -> Tensor:
+def softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
     """softmax(scale * x): exp(scale * x - m) over its sum, with m the largest scale * x.
 
     Args:
-        x: [..., C], fp32, fp16 or bf16, any strides with a dense last dimension. Any width.
-        dim: the dimension that is summed over.
+        x: [..., C], fp32, fp16 or bf16, any strides, any width.
         scale: a factor of x, as 1 / temperature. Finite: a temperature of 0 is argmax, and no softmax.
 
     Returns:
         y: shape and dtype of x, contiguous, rounded once. A row of -infinity alone is NaN, as in torch.
 
     Raises:
-        InvalidArgument: wrong dtype, no columns, a dimension that x has not, or a scale that is not finite.
+        InvalidArgument: wrong dtype, no columns, or a scale that is not finite.
     """
-    return torch.softmax(_scaled(x, scale), dim).to(x.dtype)
+    return torch.softmax(_scaled(x, scale), -1).to(x.dtype)
 
 
 @op(
@@ -91,16 +88,16 @@ def softmax(x: Tensor, *, dim: int = -1, scale: float = 1.0) -> Tensor:
     probes=Probes(dims={"dy": "M C", "y": "M C"}, options=OPTIONS, derive=_derive),
     workloads=workloads.SOFTMAX,
 )
-def softmax_backward(dy: Tensor, y: Tensor, *, dim: int = -1, scale: float = 1.0) -> Tensor:
+def softmax_backward(dy: Tensor, y: Tensor, *, scale: float = 1.0) -> Tensor:
     """The gradient of `softmax`: dx = scale * y * (dy - sum(dy * y)).
 
     Args:
         dy: [..., C], upstream gradient of y. Any strides.
         y: [..., C], as forward returned it.
-        dim, scale: as in forward.
+        scale: as in forward.
 
     Returns:
         dx: shape and dtype of dy, rounded once.
     """
     grad, p = upcast(dy), upcast(y)
-    return (scale * p * (grad - (grad * p).sum(dim, keepdim=True))).to(dy.dtype)
+    return (scale * p * (grad - (grad * p).sum(-1, keepdim=True))).to(dy.dtype)

@@ -79,13 +79,13 @@ def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"top_k": 50, "top_p": 0.9, "few": True},
+    {"top_k": 8, "top_p": 0.9, "few": True},
     {"top_k": None, "top_p": None, "few": False},
     {"top_k": None, "top_p": 0.8, "few": False},
     {"top_k": 140, "top_p": None, "few": False},
     {"top_k": 20, "top_p": 0.7, "few": False, "order": "joint"},
     {"top_k": 140, "top_p": 0.6, "few": False},
-    {"top_k": 3, "top_p": 0.0, "few": True},
+    {"top_k": 40, "top_p": 0.0, "few": True},
 )
 _ROWS: Any = {"row_k": "M", "row_p": "M"}
 _ABSENT = (("row_k", "row_p"), (), ("row_p",))

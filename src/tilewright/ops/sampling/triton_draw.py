@@ -44,7 +44,7 @@ def write(
     """Probabilities that are kept, over the sum of the row's `summed` masses. In float64: a sum may be any float32."""
     row, _, columns, inside = place(total_columns, BLOCK)
     value = tl.load(bounds + row * 2 + 1)
-    bits, bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    bits, _bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
     top = top_of(peaks, row, tl.cdiv(total_columns, BLOCK), PARTS)
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(masses + row * summed + part, mask=part < summed, other=0), axis=0)
@@ -77,7 +77,7 @@ def draw(
     good = good & (top > 0) & (top < LARGEST)
     if good:
         if (spot >= 0) & (spot < own):
-            bits, bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+            bits, _bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
             kept = keys(bits, columns, inside, INDEX) >= tl.load(bounds + row * 2 + 1)
             reached = tl.cumsum(tl.where(kept, mass(bits, top, UNIT), 0), axis=0)
             token = block * BLOCK + tl.sum(tl.where(reached <= spot, 1, 0), axis=0)

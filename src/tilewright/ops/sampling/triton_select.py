@@ -67,7 +67,7 @@ def top_of(peaks, row, blocks, PARTS: tl.constexpr):
 
 @triton.jit
 def limits(row_k, row_p, row, top_k, top_p, total_columns):
-    """k and p (float64) of a row, and whether both are numbers that mean something."""
+    """k and p of a row, and whether both are numbers that mean something."""
     k = tl.minimum(top_k, total_columns)
     p = tl.minimum(tl.cast(top_p, tl.float32), 1.0)
     good = k >= 1
@@ -79,13 +79,13 @@ def limits(row_k, row_p, row, top_k, top_p, total_columns):
         share = tl.load(row_p + row).to(tl.float32)
         good = good & (share == share)
         p = tl.where(share < p, share, p)
-    return k, p.to(tl.float64), good
+    return k, p, good
 
 
 @triton.jit
 def share_of(total, p):
     """The least whole mass that is `p` of `total` or more, at least 1."""
-    product = p * total.to(tl.float64)
+    product = p.to(tl.float64) * total.to(tl.float64)
     whole = product.to(tl.int64)
     whole += tl.where(whole.to(tl.float64) < product, 1, 0)
     return tl.maximum(whole, 1)
@@ -251,7 +251,8 @@ def choose(
     among = (rank < k) & (key >= 0)
     amount = tl.where(among, mass((tl.maximum(key, 0) >> INDEX).to(tl.int32), top, UNIT), 0)
     before = tl.cumsum(amount, axis=0) - amount
-    stays = among & ((before < share_of(tl.sum(amount, axis=0), p)) | (p >= 1.0))
+    want = tl.where(p >= 1.0, HIGHEST, share_of(tl.sum(amount, axis=0), p))
+    stays = among & (before < want)
     amount = tl.where(stays, amount, 0)
     total = tl.sum(amount, axis=0)
     if ids is None:

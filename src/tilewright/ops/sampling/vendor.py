@@ -1,28 +1,26 @@
-"""What torch itself has of the sampling family: aten's softmax and its gradient."""
+"""What torch itself has of the sampling family: aten's softmax and its gradient.
+
+aten has no scale: with one, numbers are multiplied in float32 before or after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.core.call import Call
-from tilewright.core.reason import Reason
-
 _aten = torch.ops.aten
 
 
-def plain(call: Call) -> Iterable[Reason]:
-    """aten has no scale."""
-    if call.scale != 1.0:
-        yield Reason("scale", f"{call.scale}; takes 1")
+def softmax(x: Tensor, *, scale: float, **_: Any) -> tuple[Tensor, ...]:
+    if scale == 1.0:
+        return (_aten._softmax(x, -1, False).contiguous(),)
+    return (_aten._softmax(x.float() * scale, -1, False).to(x.dtype).contiguous(),)
 
 
-def softmax(x: Tensor, *, dim: int, **_: Any) -> tuple[Tensor, ...]:
-    return (_aten._softmax(x, dim, False).contiguous(),)
-
-
-def softmax_backward(dy: Tensor, y: Tensor, *, dim: int, **_: Any) -> tuple[Tensor, ...]:
-    return (_aten._softmax_backward_data(dy, y, dim, y.dtype).contiguous(),)
+def softmax_backward(dy: Tensor, y: Tensor, *, scale: float, **_: Any) -> tuple[Tensor, ...]:
+    if scale == 1.0:
+        return (_aten._softmax_backward_data(dy, y, -1, y.dtype).contiguous(),)
+    wide = _aten._softmax_backward_data(dy.float(), y.float(), -1, torch.float32)
+    return ((wide * scale).to(dy.dtype).contiguous(),)

@@ -12,9 +12,13 @@ SOFTMAX = (
     Workload("mixture of experts, 32768 tokens over 128", 32768, 128, torch.float32),
 )
 
+_K_AND_P = {"top_k": 50, "top_p": 0.9, "few": True}
+_P = {"top_k": None, "top_p": 0.9, "few": False}
+_MANY = {"top_k": 1000, "top_p": None, "few": False}
 SAMPLING = (
-    Workload("qwen3, one sequence, k 50 and p 0.9", 1, 151936, torch.float32),
-    Workload("qwen3, 64 sequences, k 50 and p 0.9", 64, 151936, torch.float32),
-    Workload("qwen3, 64 sequences, p 0.9", 64, 151936, torch.float32, options={"top_k": None, "few": False}),
-    Workload("llama-3, 16 sequences, k 1000", 16, 128256, torch.float32, options={"top_k": 1000, "few": False}),
+    Workload("qwen3, one sequence, k 50 and p 0.9", 1, 151936, torch.float32, options=_K_AND_P),
+    Workload("qwen3, 64 sequences, k 50 and p 0.9", 64, 151936, torch.float32, options=_K_AND_P),
+    Workload("qwen3, one sequence, p 0.9", 1, 151936, torch.float32, options=_P),
+    Workload("qwen3, 64 sequences, p 0.9", 64, 151936, torch.float32, options=_P),
+    Workload("llama-3, 16 sequences, k 1000", 16, 128256, torch.float32, options=_MANY),
 )
