@@ -30,7 +30,7 @@ class Probes:
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
     twice as many, a number is itself, any other word a size that `sizes` names, with its usual value; "" is one number.
     "M*L" is one dimension of up to M times L, as many as `derive` finds: a vector along rows, as "M" alone is; "N*C" is
-    one of N times C. `told` names sizes that options tell, and how.
+    one of N times C. `told` names sizes that options tell, and how; `capped` sizes that columns limit, and to what.
     A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
@@ -46,6 +46,7 @@ class Probes:
     either: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     told: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
+    capped: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
     by_option: tuple[str, ...] = ()
@@ -61,10 +62,10 @@ class Probes:
         return Extent(tuple(shape[:-1]), shape[-1], dict(self.sizes))
 
     def sized(self, extent: Extent, options: Mapping[str, Any]) -> Extent:
-        """`extent` with the sizes that these options tell."""
-        if not self.told:
-            return extent
-        return replace(extent, sizes={**extent.sizes, **{name: tell(options) for name, tell in self.told.items()}})
+        """`extent` with the sizes that these options tell, and no more of others than its columns allow."""
+        found = {**extent.sizes, **{name: tell(options) for name, tell in self.told.items()}}
+        found |= {name: min(found[name], most(extent.columns)) for name, most in self.capped.items()}
+        return replace(extent, sizes=found)
 
     def forms(self, name: str) -> tuple[str, ...]:
         """The dimensions that tensor `name` may have, as they are named; the usual ones first."""

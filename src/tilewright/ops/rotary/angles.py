@@ -104,13 +104,14 @@ def some_positions(
     return torch.randint(0, sizes["P"], shape, generator=generator, device=device)
 
 
-def fit(found: dict[str, Any], width: int, options: Mapping[str, Any]) -> None:
-    """Tables no wider than half a head; with the style "interleaved" some positions outside of them, but in float64,
-    where finite differences are taken."""
-    half, ids, cos = width // 2, found.get("position_ids"), found.get("cos")
-    for name in ("cos", "sin"):
-        if found.get(name) is not None and found[name].shape[1] > half:
-            found[name] = found[name][:, :half].contiguous()
+CAPPED = {"R": lambda columns: columns // 2}
+"""Tables are no wider than half a head."""
+
+
+def spoil(found: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """With the style "interleaved" some positions are outside the tables, but in float64, where finite differences are
+    taken."""
+    ids, cos = found.get("position_ids"), found.get("cos")
     if ids is not None and cos is not None and options["style"] == "interleaved" and cos.dtype != torch.float64:
         spoilt = ids.clone().contiguous()
         flat, edges = spoilt.view(-1), torch.iinfo(ids.dtype)

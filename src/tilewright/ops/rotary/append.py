@@ -17,7 +17,7 @@ from tilewright.core.errors import InvalidArgument
 from tilewright.core.op import Spec, like, op
 from tilewright.core.probes import Probes
 from tilewright.ops.rotary import workloads
-from tilewright.ops.rotary.angles import check_numbers, check_tables, fit, turn
+from tilewright.ops.rotary.angles import CAPPED, check_numbers, check_tables, turn
 from tilewright.ops.rotary.split import OPTIONS, SIZES, TOLD, check_qkv, normed, split, used_tables
 
 
@@ -93,7 +93,6 @@ def _some_rows(
 
 def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     """With the style "interleaved" some sequences leave the cache and the tables."""
-    fit(found, found["qkv"].shape[-1] // (options["q_heads"] + 2 * options["kv_heads"]), options)
     if options["style"] == "interleaved":
         for name in ("pos", "rope_pos"):
             if found[name] is not None and found[name].dim():
@@ -126,6 +125,7 @@ def _q(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
         either=("q_norm", "k_norm"),
         sizes={**SIZES, "T": 5},
         told=TOLD,
+        capped=CAPPED,
         values={"pos": _some_rows, "rope_pos": _some_rows},
         dtypes={"pos": (torch.int64,)},
         derive=_derive,

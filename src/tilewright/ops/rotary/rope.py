@@ -14,7 +14,15 @@ from tilewright.core.errors import InvalidArgument
 from tilewright.core.op import Gradient, like, op
 from tilewright.core.probes import Probes
 from tilewright.ops.rotary import workloads
-from tilewright.ops.rotary.angles import check_style, check_tables, fit, positions, some_positions, turn
+from tilewright.ops.rotary.angles import (
+    CAPPED,
+    check_style,
+    check_tables,
+    positions,
+    some_positions,
+    spoil,
+    turn,
+)
 
 SIZES = {"S": 2, "H": 3, "P": 7, "R": 48}
 OPTIONS = ({"style": "half"}, {"style": "interleaved"})
@@ -33,10 +41,6 @@ def _check(call: Call) -> None:
         raise InvalidArgument(call.op, main, f"shape {list(facts.shape)}", "needs [..., S, H, D]")
     check_style(call)
     check_tables(call, main, facts.columns, facts.shape[:-2])
-
-
-def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
-    fit(found, found["x" if "x" in found else "dy"].shape[-1], options)
 
 
 def _terms(x: Tensor, t: Mapping[str, Any], o: Mapping[str, Any]) -> Tensor:
@@ -67,8 +71,9 @@ def _cost(call: Call) -> tuple[int, int]:
         options=OPTIONS,
         absent=(("position_ids",), ()),
         sizes=SIZES,
+        capped=CAPPED,
         values={"position_ids": some_positions},
-        derive=_derive,
+        derive=spoil,
     ),
     workloads=workloads.HEADS,
 )
@@ -107,8 +112,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None
         options=OPTIONS,
         absent=(("position_ids",), ()),
         sizes=SIZES,
+        capped=CAPPED,
         values={"position_ids": some_positions},
-        derive=_derive,
+        derive=spoil,
     ),
     workloads=workloads.HEADS,
 )

@@ -15,7 +15,15 @@ from tilewright.core.errors import InvalidArgument
 from tilewright.core.op import Gradient, Saved, Spec, like, needed, op, upcast
 from tilewright.core.probes import Probes
 from tilewright.ops.rotary import workloads
-from tilewright.ops.rotary.angles import check_style, check_tables, fit, positions, some_positions, turn
+from tilewright.ops.rotary.angles import (
+    CAPPED,
+    check_style,
+    check_tables,
+    positions,
+    some_positions,
+    spoil,
+    turn,
+)
 
 SIZES = {"S": 2, "P": 7, "R": 48}
 TOLD = {
@@ -178,12 +186,8 @@ def _cost_backward(call: Call) -> tuple[int, int]:
     return moved + used_tables(call, count), count * width * (3 + 9 * bool(norms))
 
 
-def _derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
-    fit(found, found["qkv"].shape[-1] // (options["q_heads"] + 2 * options["kv_heads"]), options)
-
-
 def _derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
-    _derive(found, options)
+    spoil(found, options)
     q_norm, k_norm = found["q_norm"], found["k_norm"]
     found["rstd"] = _rstd(found["qkv"], q_norm, k_norm, options["q_heads"], options["kv_heads"], 1e-6)
 
@@ -213,8 +217,9 @@ def _derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         either=("q_norm", "k_norm"),
         sizes=SIZES,
         told=TOLD,
+        capped=CAPPED,
         values={"position_ids": some_positions},
-        derive=_derive,
+        derive=spoil,
     ),
     workloads=workloads.PROJECTIONS,
 )  # fmt: skip
@@ -332,6 +337,7 @@ def _all_backward(t: Mapping[str, Any], o: Mapping[str, Any], terms: bool) -> di
         either=("q_norm", "k_norm"),
         sizes=SIZES,
         told=TOLD,
+        capped=CAPPED,
         values={"position_ids": some_positions},
         derive=_derive_backward,
     ),
