@@ -88,10 +88,22 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
         assert result.passed >= result.cases * 0.1
 
 
+WITHOUT_TILELANG = {
+    "rope",
+    "rope_backward",
+    "qkv_split_rope",
+    "qkv_split_rope_backward",
+    "qkv_split_rope_append",
+    "top_k_top_p_renorm",
+    "top_k_top_p_sample",
+}
+"""Nothing is asked of TileLang yet for these."""
+
+
 def test_every_op_has_more_than_its_reference() -> None:
     for op in registry.ops():
         backends = {k.backend for k in registry.kernels_of(op.name)}
-        finished = {"triton", "tilelang"}
+        finished = {"triton"} if op.name in WITHOUT_TILELANG else {"triton", "tilelang"}
         assert {"reference", "inductor"} | finished <= backends, op
 
 

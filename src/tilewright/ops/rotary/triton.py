@@ -182,11 +182,13 @@ def table_arguments(call: Call) -> dict[str, Argument]:
     return found
 
 
-def tile(config: Config, width: int, half: int, heads: int) -> dict[str, Any]:
-    """The constants that say how large a tile is. Heads turned whole, and not too wide, are one."""
+def tile(config: Config, width: int, half: int, heads: int, fewer: int = 0) -> dict[str, Any]:
+    """The constants that say how large a tile is. Heads turned whole, and not too wide, are one. A part of `fewer`
+    heads is to leave few threads idle."""
     whole = 2 * half == width and half <= WIDEST_HALF
     lanes = triton.next_power_of_2(max(1, half if whole else min(half, WALK // 2)))
     across = min(config.heads, triton.next_power_of_2(heads))
+    across = min(across, max(4, triton.next_power_of_2(fewer))) if fewer else across
     elements = max(1, config.elements // (2 * lanes if whole else WALK))
     across = min(across, elements)
     return {"ONE": whole, "HEADS": across, "TOKENS": max(1, elements // across), "HALF": lanes, "BLOCK": WALK}
@@ -254,7 +256,7 @@ def _launch(
     tokens: tuple[int, int], parts: int,
 ) -> Launch:  # fmt: skip
     half = halves(call, width)
-    constants = tile(config, width, half, heads)
+    constants = tile(config, width, half, heads, 0 if parts == 1 else min(call.q_heads, call.kv_heads))
     constants |= {"TURN": call.has("cos"), "BACK": call.op.endswith("backward")}
     constants["INTERLEAVED"] = call.style == "interleaved" and call.has("cos")
     constants["APPEND"] = "pos" in args

@@ -260,7 +260,7 @@ def backward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
         args |= {name: facts, **dict(zip((f"{name}_batch", f"{name}_token", f"{name}_head"), places, strict=True))}
         args[f"{name}_step"] = None if facts is None or facts.column_stride == 1 else facts.column_stride
     most = max(call.q_heads, call.kv_heads)
-    constants = tile_of(config, width, half, most)
+    constants = tile_of(config, width, half, most, min(call.q_heads, call.kv_heads))
     constants |= {"TURN": call.has("cos"), "INTERLEAVED": call.style == "interleaved" and call.has("cos")}
     outputs = [facts for name in ("dq_norm", "dk_norm") if (facts := call.tensors.get(name)) is not None]
     constants |= {"NEEDS_DX": call.has("dqkv"), "NEEDS_DQ_NORM": call.has("dq_norm")}

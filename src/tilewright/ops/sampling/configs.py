@@ -1,19 +1,27 @@
 """How rows of the sampling family are cut into programs, best guess first. Needs no Triton.
 
-Keys of top_k_top_p: `block` columns a program, `num_warps`, and `choosing` warps of the program that has a row's keys.
+Keys of top_k_top_p: `block` columns a program, `num_warps`, `choosing` warps of the program that has a row's keys, and
+`digit` bits of a key that a step tells.
 Keys of softmax: `rows` a tile and `block` columns of it; `split` of 1 cuts a row among programs, which pass over it
 twice; `num_warps`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
-from tilewright.ops.configs import power_of_2_at_least
+from tilewright.core.reason import Reason
+from tilewright.ops.configs import few_blocks, power_of_2_at_least
+from tilewright.ops.tilelang_places import vector
 
 WIDEST_ROW = 65536
 """Columns that one program holds in its registers."""
 
+MOST_BLOCKS = 4096
+"""Of a row of probabilities: each program of a later launch looks at what all have left."""
+FEW_ROWS = 8
 MOST_COLUMNS = 1 << 26
 """Of a row that programs share: each of them adds up what all have left."""
 
@@ -50,11 +58,38 @@ def softmax_configs(call: Call) -> tuple[Config, ...]:
 
 
 def top_configs(call: Call) -> tuple[Config, ...]:
-    """Of few columns one block. What programs share is small beside what they read where blocks are large."""
+    """Large digits and small blocks for a few rows: fewer launches, and fewer tokens that meet in a bin. With many rows
+    what every program adds up of the bins would cost more than that."""
     probs: TensorFacts = call.probs
     width = max(128, power_of_2_at_least(probs.columns))
-    found = ((4096, 8), (2048, 4), (8192, 16), (4096, 16), (8192, 8))
-    least = max(128, power_of_2_at_least(-(-probs.columns // 4096)))
-    return tuple(dict.fromkeys(
-        Config(block=min(width, max(block, least)), num_warps=warps, choosing=8) for block, warps in found
-    ))  # fmt: skip
+    least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
+    few = ((4096, 8, 8, 13), (2048, 4, 16, 12), (8192, 16, 8, 13), (4096, 16, 16, 12), (4096, 8, 16, 11))
+    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (16384, 16, 4, 10))
+    wanted = few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many
+    return tuple(
+        dict.fromkeys(
+            Config(block=min(width, max(block, least)), num_warps=warps, choosing=choosing, digit=digit)
+            for block, warps, choosing, digit in wanted
+        )
+    )
+
+
+def tilelang_vector(call: Call) -> int:
+    facts = main_of(call)
+    return vector(facts.columns, facts.dtype.itemsize)
+
+
+def few_enough(call: Call) -> Iterable[Reason]:
+    """A TileLang program counts its blocks in int32: one a row."""
+    facts = main_of(call)
+    return few_blocks(facts.name, facts.rows, 1)
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """Keys: `threads` a block, which has a row; `depth` accesses of a thread before it goes on."""
+    vectors = main_of(call).columns // tilelang_vector(call)
+    found = []
+    for threads in (256, 128, 512):
+        threads = min(threads, max(32, power_of_2_at_least(vectors)))
+        found.append(Config(threads=threads, depth=min(8, power_of_2_at_least(-(-vectors // threads)))))
+    return tuple(dict.fromkeys(found))

@@ -44,4 +44,16 @@ TRITON_KERNELS += [
 
 VENDOR_KERNELS = [Kernel(op, "vendor", f"{_HERE}.vendor:{op}", label="aten") for op, _ in SOFTMAX]
 
-KERNELS = [*TRITON_KERNELS, *VENDOR_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=(row_levels("x", "y", "dy"), configs.few_enough)),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op, function in SOFTMAX
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

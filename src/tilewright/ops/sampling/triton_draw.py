@@ -32,8 +32,6 @@ from tilewright.ops.sampling.triton_select import (
 from tilewright.ops.triton_rows import row_places
 
 VALUE_BITS = 31
-DIGIT = 10
-"""Bits of a key that a step tells: so many bins are added up by every program of the next."""
 
 
 @triton.jit
@@ -130,11 +128,11 @@ def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
         last = {**shared, **numbers, "peaks": peaks, "bounds": bounds, "masses": masses, "y": call.y, "summed": 1}
         return first, second, Launch(write, grid, last, {**sizes, "BLOCK": block}, options)
     masses = Scratch("masses", (rows, blocks), torch.int64)
-    steps = _steps(call, VALUE_BITS + index)
-    cells = max(1, len(steps)) << DIGIT
+    steps = _steps(call, VALUE_BITS + index, config.digit)
+    cells = max(1, len(steps)) << config.digit
     counts = Scratch("counts", (rows, cells), torch.int64) if steps else None
     state = Scratch("state", (rows, max(1, len(steps)), 2), torch.int64)
-    both = {"STEPS": max(1, len(steps)), "BIN": 1 << DIGIT, **sizes, "BLOCK": block}
+    both = {"STEPS": max(1, len(steps)), "BIN": 1 << config.digit, **sizes, "BLOCK": block}
     places: dict[str, Argument] = {"peaks": peaks, "counts": counts, "state": state, "bounds": bounds, "cells": cells}
     launches = [Launch(survey, grid, {**shared, "peaks": peaks, "counts": counts, "cells": cells}, {"BLOCK": block},
                        options)]  # fmt: skip
@@ -155,7 +153,7 @@ def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
     return (*launches, Launch(write, grid, {**last, "y": call.y, "summed": blocks}, small, options))
 
 
-def _steps(call: Call, bits: int) -> list[dict[str, Any]]:
+def _steps(call: Call, bits: int, digit: int) -> list[dict[str, Any]]:
     """The digits of keys, from the highest, of the search for k and of that for p, where there are such."""
     by_k = call.has("row_k") or (call.top_k is not None and call.top_k < call.probs.columns)
     by_p = call.has("row_p") or (call.top_p is not None and call.top_p < 1.0)
@@ -163,7 +161,7 @@ def _steps(call: Call, bits: int) -> list[dict[str, Any]]:
     for is_mass in [False] * by_k + [True] * by_p:
         left = bits
         while left > 0:
-            width = min(DIGIT, left)
+            width = min(digit, left)
             starts, left = left == bits, left - width
             limited = is_mass and by_k and call.order == "top_k_first"
             found.append({"MASS": is_mass, "STARTS": starts, "LIMITED": limited, "SHIFT": left, "WIDTH": width})
