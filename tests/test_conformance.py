@@ -89,8 +89,6 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
 
 
 WITHOUT_TILELANG = {
-    "rope",
-    "rope_backward",
     "qkv_split_rope",
     "qkv_split_rope_backward",
     "qkv_split_rope_append",

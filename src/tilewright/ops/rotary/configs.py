@@ -19,3 +19,8 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
         Config(elements=1024, heads=8, num_warps=2, per_sm=16),
     )
     return found
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """Key: `threads` of a block, which has a token."""
+    return tuple(Config(threads=threads) for threads in (256, 128, 512))

@@ -29,4 +29,10 @@ TRITON_KERNELS = [
     for op, source, limits in PASSES
 ]  # fmt: skip
 
-KERNELS = [*TRITON_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(op, "tilelang", f"{_HERE}.tilelang:turned", Capability((cuda(80),), limits=limits), configs.tilelang_configs,
+           files=("tilelang_programs.py",))
+    for op, _, limits in PASSES[:2]
+]  # fmt: skip
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
