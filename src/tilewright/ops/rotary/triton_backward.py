@@ -44,7 +44,8 @@ def turn_back(
 
 @triton.jit
 def add_up(sums, first, second, start, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """Adds a tile of pairs, over tokens and heads, to a row of sums that is this program's own."""
+    """Adds a tile of pairs, over tokens and heads, to a row of sums that is this program's own. The barrier is for what
+    another of its threads may read next."""
     index = start + tl.arange(0, HALF)
     inside = index < half
     step: tl.constexpr = 2 if INTERLEAVED else 1
@@ -53,6 +54,7 @@ def add_up(sums, first, second, start, half, INTERLEAVED: tl.constexpr, HALF: tl
     tl.store(place, tl.load(place, mask=inside) + tl.sum(tl.sum(first, axis=0), axis=0), mask=inside)
     place += apart
     tl.store(place, tl.load(place, mask=inside) + tl.sum(tl.sum(second, axis=0), axis=0), mask=inside)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -110,6 +112,7 @@ def part_back(
                     spots = sums + index
                     added = tl.sum(tl.sum(value, axis=0), axis=0)
                     tl.store(spots, tl.load(spots, mask=index < width) + added, mask=index < width)
+                    tl.debug_barrier()
                 w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
                 total += tl.sum(value * w, axis=2, keep_dims=True)
             mean = total / divisor
