@@ -64,7 +64,7 @@ def top_configs(call: Call) -> tuple[Config, ...]:
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
     few = ((4096, 8, 8, 13), (2048, 4, 16, 12), (8192, 16, 8, 13), (4096, 16, 16, 12), (4096, 8, 16, 11))
-    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (16384, 16, 4, 10))
+    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (16384, 32, 8, 10))
     wanted = few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many
     return tuple(
         dict.fromkeys(
