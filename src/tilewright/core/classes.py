@@ -27,7 +27,9 @@ def call_class(call: Call, defaults: dict[str, Any]) -> str:
     parts, forms = [], _forms(call)
     for name, facts in _inputs(call):
         columns = _has_columns(call, name)
-        sizes = f"[{_bucket(facts.rows)},{facts.columns}]" if columns else f"[{_bucket(facts.numel)}]"
+        leading = facts.shape[:-1] if _stands_apart(call, name) else (facts.rows,)
+        rows = ",".join(str(_bucket(n)) for n in leading)
+        sizes = f"[{rows},{facts.columns}]" if columns else f"[{_bucket(facts.numel)}]"
         parts.append(_layout(name, facts, columns) + forms.get(name, "") + sizes)
     return " ".join([*parts, *_options(call, defaults)])
 
@@ -45,6 +47,11 @@ def _forms(call: Call) -> dict[str, str]:
 def _has_columns(call: Call, name: str) -> bool:
     """False for one number a row (statistics): their last dimension counts rows."""
     return not registry.op(call.op).probes.is_vector(name)
+
+
+def _stands_apart(call: Call, name: str) -> bool:
+    """Whether the op names several leading dimensions: heads and positions are not rows alike."""
+    return len(registry.op(call.op).probes.dims.get(name, "").partition("|")[0].split()) > 2
 
 
 def _layout(name: str, facts: TensorFacts, columns: bool) -> str:

@@ -38,6 +38,10 @@ class Probes:
     fills in tensors that depend on others (what forward saved). `by_option` names tensors of numbers whose dtype an
     option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
     `long` names sizes that are numbers of rows, which checks cut to what fits.
+    `varied` are sets of named sizes worth telling apart from the usual ones (head dimensions, heads in groups).
+    `flat`: M is exactly one dimension, whatever leading shape is asked for, and need not be the first. `small` makes an
+    extent that a check can bear of one that it cannot, where the work is more than the memory of the tensors
+    (attention).
     """
 
     dims: Mapping[str, str]
@@ -53,6 +57,9 @@ class Probes:
     tables: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     derive: Callable[[dict[str, Any], Mapping[str, Any]], None] | None = None
+    varied: Sequence[Mapping[str, int]] = ()
+    flat: bool = False
+    small: Callable[[Extent], Extent] | None = None
 
     def extent(self, shape: Sequence[int]) -> Extent:
         """The extent that a shape written [..., M, C] or, all named sizes following, [M, C, sizes...] stands for."""
@@ -76,7 +83,7 @@ class Probes:
         found: list[int] = []
         for word in (self.forms(name)[0] if form is None else form).split():
             factors = [math.prod(extent.lead) if f == "M" else self._size(f, extent) for f in word.split("*")]
-            found += extent.lead if word == "M" else (math.prod(factors),)
+            found += extent.lead if word == "M" and not self.flat else (math.prod(factors),)
         return tuple(found)
 
     def unusual(self, shapes: Mapping[str, Shape | None]) -> dict[str, str]:
@@ -102,7 +109,9 @@ class Probes:
                 continue
             many = len(shape) - len(words) + 1  # leading dimensions
             if "M" in words:
-                lead, words, shape = shape[:many], words[1:], shape[many:]
+                at = words.index("M")
+                lead, shape = shape[at : at + many], shape[:at] + shape[at + many :]
+                del words[at]
             for word, size in zip(words, shape, strict=True):
                 if word.endswith("*C"):
                     columns = size // told.get(word[:-2], size or 1)
@@ -113,10 +122,14 @@ class Probes:
         return Extent(lead, columns, {**sizes, **told})
 
     def is_rows(self, name: str) -> bool:
-        """Whether it is a tensor of rows of numbers, of any width."""
+        """Whether it is a tensor of rows of numbers, of any width, in two dimensions or more."""
         words = self.forms(name)[0].split()
-        wide = len(words) == 2 or (len(words) > 2 and words[-1].endswith("C"))
+        wide = len(words) == 2 or (len(words) > 2 and (self.flat or words[-1].endswith("C")))
         return wide and (words[0] == "M" or name in self.tables) and name not in self.values
+
+    def bearable(self, extent: Extent) -> Extent:
+        """`extent`, or a smaller one of its kind where the op says that checks need one."""
+        return extent if self.small is None else self.small(extent)
 
     def is_vector(self, name: str) -> bool:
         """Whether it is a vector along rows, which has no columns: its length is a number of rows."""
@@ -135,15 +148,10 @@ class Probes:
         found = []
         for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
-                known = (
-                    word in ("C", *self.sizes, *self.told)
-                    or word.isdigit()
-                    or (word.endswith("C") and word[:-1].isdigit())
-                )
-                known = known or (
-                    "*" in word and all(factor in ("M", "C", *self.sizes, *self.told) for factor in word.split("*"))
-                )
-                if not known and (word != "M" or place):
+                sizes = ("C", *self.sizes, *self.told)
+                known = word in sizes or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
+                known = known or ("*" in word and all(factor in ("M", *sizes) for factor in word.split("*")))
+                if not known and (word != "M" or (place and not self.flat)):
                     names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes, *self.told])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')
         return found

@@ -184,7 +184,8 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
         return tensor
     kind, _, number = layout.partition(" ")
     shape, columns = tuple(tensor.shape), tensor.shape[-1]
-    nothing = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+    whole = tensor.dtype != torch.bool and not tensor.is_floating_point()
+    nothing = torch.iinfo(tensor.dtype).min if whole else False if tensor.dtype == torch.bool else math.nan
     if kind == "expanded":
         return tensor.flatten()[:1].reshape([1] * tensor.dim()).expand(shape) if tensor.numel() else tensor
     if kind == "columns":  # every second column
@@ -202,8 +203,8 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
     elif kind == "broadcast rows":
         return tensor[..., :1, :].expand(shape)
     elif kind == "huge" and tensor.dim() >= 2:  # row 1 lies beyond 2^32 elements; memory between is never touched
-        inner = tensor[:1].numel()
-        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + inner, dtype=tensor.dtype, device=tensor.device)
+        row = tensor[:1].numel()
+        bent = torch.empty(HUGE_STRIDE * (shape[0] - 1) + row, dtype=tensor.dtype, device=tensor.device)
         bent = bent.as_strided(shape, (HUGE_STRIDE, *contiguous_strides(shape[1:])))
     else:
         return tensor
@@ -250,6 +251,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for name, columns in itertools.product(probes.either, (*several, 16384) if size == "full" else several):
             alone = {name: torch.float32}
             yield Case("one fp32 parameter", lead=(5,), columns=columns, dtypes=alone, **everything)
+    for sizes, options in itertools.product(probes.varied, probes.options[:2]):
+        yield Case("sizes", **{**base, "options": options}, lead=(2,), columns=160, sizes=sizes)
     for name, others in probes.dtypes.items():
         for other in others:
             yield Case("dtype", lead=(5,), columns=160, dtypes={name: other}, **everything)
@@ -293,5 +296,8 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         for workload in op.workloads:
             rows = max(1, min(workload.rows, MOST_ELEMENTS // workload.columns))
             sizes = probes.cut(probes.extent(workload.shape).sizes, max(1, MOST_ELEMENTS // workload.columns))
+            part = probes.bearable(Extent((rows,), workload.columns, sizes))
             asked = {**base, "options": {**base["options"], **workload.options}}
-            yield Case(f"workload: {workload.name}", lead=(rows,), columns=workload.columns, sizes=sizes, **asked)
+            yield Case(
+                f"workload: {workload.name}", lead=part.lead, columns=part.columns, sizes=dict(part.sizes), **asked
+            )

@@ -26,11 +26,13 @@ Tensors = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Truth:
-    """What the outputs of a case should be: the float64 oracle, the baseline in the call's dtypes, and A."""
+    """What the outputs of a case should be: the float64 oracle, the baseline in the call's dtypes, A, and what may be
+    rounded on the way."""
 
     oracle: dict[str, Tensor | None]
     baseline: dict[str, Tensor | None]
     scale: Mapping[str, Tensor]
+    narrowed: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,7 +58,8 @@ def truth_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: b
         if not saving:
             known |= dict(zip([*op.out, *op.saved], op.define(wide, exact, True), strict=True))
         scale = op.error_scale(known, options)
-    return Truth(oracle, baseline, scale)
+        narrowed = {} if op.narrowed is None else op.narrowed(known, options)
+    return Truth(oracle, baseline, scale, narrowed)
 
 
 class _no_python_native:
@@ -125,6 +128,8 @@ def _can_alias(op: Op[Any], call: Call) -> bool:
     form = op.in_place
     assert isinstance(form, InPlace)
     into = form.targets(call.tensors)
+    if any(call.tensors[name] is None for name in into.values()):
+        return False
     return replace(call, into=into, anywhere=form.anywhere).aliased == into
 
 
@@ -210,8 +215,8 @@ def judge(outcome: Outcome, name: str, found: Tensor, truth: Truth, emulated: bo
         wrong = int((found != baseline).sum())
         outcome.problems += [f"{name}: {wrong} integers are not those of the reference"] if wrong else []
         return
-    scale = truth.scale.get(name)
-    mine, base = errors(found, oracle, baseline, scale), errors(baseline, oracle, baseline, scale)
+    scale, narrowed = truth.scale.get(name), truth.narrowed.get(name)
+    mine, base = (errors(t, oracle, baseline, scale, narrowed) for t in (found, baseline))
     outcome.errors[name] = mine, base, found.dtype
     if statistic:
         mine.misplaced = int((torch.isfinite(found) != torch.isfinite(baseline)).sum())

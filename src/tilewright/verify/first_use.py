@@ -71,7 +71,7 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
 def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     """Cases of the call's class: its columns, dtypes, options and layouts, few and many rows, three kinds of values."""
     op = registry.op(call.op)
-    main, extent = main_of(call), extent_of(call)
+    main, extent = main_of(call), op.probes.bearable(extent_of(call))
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)

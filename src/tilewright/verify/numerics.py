@@ -58,12 +58,17 @@ class Errors:
         self.misplaced += other.misplaced
 
 
-def errors(found: Tensor, oracle: Tensor, baseline: Tensor, scale: Tensor | None) -> Errors:
-    """Errors of `found` in its own dtype against `oracle` (float64); `scale` is A, broadcast to it."""
+def errors(
+    found: Tensor, oracle: Tensor, baseline: Tensor, scale: Tensor | None, narrowed: Tensor | None = None
+) -> Errors:
+    """Errors of `found` in its own dtype against `oracle` (float64); `scale` is A, `narrowed` the terms that may be
+    rounded on the way, both broadcast to it."""
     found64 = found.double()
     unit = ulp(oracle, found.dtype)
     if scale is not None:
         unit = unit + scale.expand_as(oracle) * 2.0**-24
+    if narrowed is not None:
+        unit = unit + narrowed.expand_as(oracle) * torch.finfo(found.dtype).eps  # an ulp of each, as of the output
     finite = torch.isfinite(baseline) & torch.isfinite(oracle)
     same = torch.where(
         torch.isfinite(baseline),

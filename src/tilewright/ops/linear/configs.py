@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import torch
 
 from tilewright.core.call import Call, TensorFacts
-from tilewright.core.device import Device
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.configs import power_of_2_at_least
+from tilewright.ops.shared_memory import shared_bytes
 
 Shape = tuple[int, int, int, int, int]
 """m, n, k, warps, stages."""
@@ -44,8 +44,6 @@ SINGLE: tuple[Shape, ...] = ((64, 64, 16, 4, 2), (64, 64, 32, 8, 2), (128, 64, 1
 """float32 is multiplied without tensor cores, in registers."""
 TILES: tuple[Shape, ...] = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4), (64, 64, 64, 4, 4))
 """Of TileLang programs."""
-MOST_SHARED = {80: 160, 86: 96, 87: 160, 89: 96, 90: 224, 100: 224, 103: 224, 110: 224, 120: 96, 121: 96}
-"""KiB a program may have, by compute capability; other devices (AMD) have 64."""
 
 
 def forward_configs(call: Call) -> tuple[Config, ...]:
@@ -59,7 +57,7 @@ def staying_configs(call: Call) -> tuple[Config, ...]:
     found = []
     parts = 2 if call.has("z") or call.has("residual") else 1
     for (m, n, k, warps, stages), group in STAYING:
-        room = _shared(call.device) * 1024 - parts * m * min(n, 128) * 2
+        room = shared_bytes(call.device) - parts * m * min(n, 128) * 2
         fitting = min(stages, room // ((m + n) * k * 2))
         if fitting >= 2:
             found.append(Config(m=m, n=n, k=k, group=group, num_warps=warps, num_stages=fitting))
@@ -94,7 +92,7 @@ def tilelang_configs(call: Call) -> tuple[Config, ...]:
     else:
         rows = power_of_2_at_least(call.x.rows)
         wanted = TILES if rows > 64 else (TILES[-1], TILES[1])
-    found = _deepest(wanted, _shared(call.device) * 1024, call.x.dtype.itemsize)
+    found = _deepest(wanted, shared_bytes(call.device), call.x.dtype.itemsize)
     return tuple(Config(m=m, n=n, k=k, group=8, threads=32 * warps, stages=stages) for m, n, k, warps, stages in found)
 
 
@@ -108,7 +106,7 @@ def _fitting(call: Call, rows: int, columns: int) -> tuple[Config, ...]:
     else:
         wanted = NARROW if rows <= 64 else (*WIDE, *NARROW[:2])
     wanted = tuple(shape for shape in wanted if shape[1] <= max(columns, 64))
-    room = _shared(call.device) * 1024
+    room = shared_bytes(call.device)
     return tuple(
         Config(m=m, n=n, k=k, group=8, num_warps=warps, num_stages=stages)
         for m, n, k, warps, stages in _deepest(wanted, room, itemsize)
@@ -123,7 +121,3 @@ def _deepest(wanted: tuple[Shape, ...], room: int, itemsize: int) -> list[Shape]
         if stages >= 2:
             found[m, n, k, warps, stages] = None
     return list(found)
-
-
-def _shared(device: Device) -> int:
-    return MOST_SHARED.get(device.sm, 64) if device.kind != "cpu" else 224

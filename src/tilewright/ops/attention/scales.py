@@ -1,0 +1,77 @@
+"""How far a right kernel may be from the definition: the sums of absolute terms of attention and of its gradient.
+
+An error of a score is an error of its weight, relative to it. So a term of a sum over weights counts as often as the
+score has absolute terms. What half-precision kernels may round on the way (the weights P and the score gradients dS,
+each a factor of a product) is told apart.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.attention.softmax import gathered, products, score_gradient, weighted, weights
+
+ROUNDING = (
+    "once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp of each "
+    "term is then allowed"
+)
+ROUNDING_BACKWARD = (
+    "each output once; a kernel may round P and dS for their products, in half precision: an ulp of each term is then "
+    "allowed"
+)
+
+Scales = dict[str, Tensor]
+
+
+def _finite(t: Tensor) -> Tensor:
+    return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _weights(q: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """P, and the absolute terms of each score with those of lse and of a shift by the largest score."""
+    p = weights(q, k, seen, lse, scale)
+    terms = products(q.abs(), k.abs()) * abs(scale)
+    known = torch.where(lse == -math.inf, 0.0, lse).abs().unsqueeze(-1)
+    return p, 2.0 * terms + known + 1.0
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Tensor, keep: Tensor | None, scale: float
+) -> tuple[Scales, Scales]:
+    """(A, what may be rounded) of o and lse."""
+    p, terms = _weights(q, k, seen, lse, scale)
+    mean = (p * terms).sum(-1, keepdim=True)
+    kept = p if keep is None else p * keep
+    a = {"o": weighted(kept * (terms + mean), v.abs()), "lse": mean.squeeze(-1)}
+    return a, {"o": weighted(kept.square(), v.square()).sqrt()}
+
+
+def backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Tensor,
+    keep: Tensor | None, scale: float,
+) -> tuple[Scales, Scales]:  # fmt: skip
+    """(A, what may be rounded) of dq, dk and dv."""
+    groups = k.shape[2]
+    p, terms = _weights(q, k, seen, lse, scale)
+    ds = score_gradient(do, dlse, v, o, p, keep, scale)
+    inner = torch.zeros_like(p)
+    if dlse is not None:
+        inner = inner + dlse.abs().unsqueeze(-1)
+    if do is not None:
+        dp = products(do.abs(), v.abs())
+        inner = inner + (dp if keep is None else dp * keep)
+        inner = inner + (do * o).abs().sum(-1).transpose(1, 2).unsqueeze(-1)
+    error = p * inner * abs(scale) + ds.abs() * terms
+    kept = p if keep is None else p * keep
+    a = {"dq": weighted(error, k.abs()), "dk": gathered(error, q.abs(), groups)}
+    rounded = {
+        "dq": weighted(ds.square(), k.square()).sqrt(),
+        "dk": gathered(ds.square(), q.square(), groups).sqrt(),
+    }
+    if do is not None:
+        a["dv"] = gathered(kept * terms, do.abs(), groups)
+        rounded["dv"] = gathered(kept.square(), do.square(), groups).sqrt()
+    return {n: _finite(t) for n, t in a.items()}, {n: _finite(t) for n, t in rounded.items()}

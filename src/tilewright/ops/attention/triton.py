@@ -1,0 +1,275 @@
+"""How Triton runs attention and varlen_attention: one tile of queries a program, over its keys with an online softmax.
+
+Scores are kept in powers of 2, with the scale folded into the exponent. Keys that every row of a tile sees need no
+mask; those at the edges are walked apart. Where queries are few, PARTS programs share the keys of a tile, and a second
+kernel merges what they found. With TMA, keys and values come through descriptors that end where the sequence does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call
+from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.attention import arguments
+from tilewright.ops.attention.configs import packed_heads, width_of
+from tilewright.ops.attention.softmax import scale_of
+from tilewright.ops.attention.triton_tiles import kept, place_of, precision, seen_by
+
+DESCRIPTOR = 128
+"""Bytes of one."""
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tile_of(
+    at, first, end, row_step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[N, D] of keys or values from `first` on, 0 past `end`."""
+    if TMA:
+        return at.load([first, 0])
+    else:
+        place = at + first * row_step  # a product of 64 bits, as the step has
+        lines, columns = tl.arange(0, N), tl.arange(0, D)
+        place += lines[:, None].to(tl.int64) * row_step + columns[None, :]
+        if MASKED:
+            there = (lines < end - first)[:, None]
+            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
+        elif WIDTH == D:
+            return tl.load(place)
+        else:
+            return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def walk(
+    q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
+    seed, offset, numbers, limit,
+    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score)."""
+    for first in tl.range(start, stop, N, warp_specialize=APART):
+        keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
+        scores = tl.dot(q, keys.T, input_precision=PRECISION)
+        if NEGATIVE:
+            scores = -scores
+        if MASKED:
+            place = first + tl.arange(0, N)
+            seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
+            if mask_rows is not None:
+                where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
+                seen = seen & tl.load(where, mask=seen & mask_rows_there[:, None], other=0).to(tl.int1)
+            scores = tl.where(seen, scores * factor, float("-inf"))
+            new = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
+            p = tl.math.exp2(scores - base[:, None])
+        else:
+            new = tl.maximum(top, tl.max(scores, 1) * factor)
+            base = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.math.exp2(scores * factor - base[:, None])
+        shrink = tl.math.exp2(top - base)
+        sums = sums * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None]
+        top = new
+        if DROPS:
+            p = tl.where(kept(seed, offset, numbers, first, limit, N), p, 0.0)
+        values = tile_of(v, first, end, v_row, MASKED, TMA, N, DV, V_WIDTH)
+        total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
+    return total, sums, top
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "keys", "count", "tiles", "heads", "group", "left", "right", "prefix_rows", "prefix", "limit",
+    ]
+)  # fmt: skip
+def attention_forward(
+    q, k, v, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, seed, offset, o, lse, state,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
+    tiles, heads, group, factor, limit, kept_scale,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
+    NEGATIVE: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
+    UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
+    unit = tl.full((), UNIT, tl.int64)  # not the number itself: a stride that fits 32 bits may not when multiplied
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
+    program = tl.program_id(0)
+    part = program % PARTS
+    program = program // PARTS
+    # Tiles of one head follow each other, so that what runs at a time shares keys in the L2; the last ones, which see
+    # the most, go first.
+    slot = tiles.to(tl.int32) - 1 - program % tiles.to(tl.int32)
+    group_of_heads = program // tiles.to(tl.int32)
+    groups = (heads // PACK).to(tl.int32)
+    batch = (group_of_heads // groups).to(tl.int64)
+    head = (group_of_heads % groups).to(tl.int64) * PACK
+    tile, first_query, queries, first_key, there = place_of(
+        slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, PACK, M
+    )
+
+    row = tile * M + tl.arange(0, M)
+    inside = row < queries * PACK
+    query = row // PACK
+    which = head + row % PACK
+    low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                        BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    columns = tl.arange(0, D)
+    q_place = q + batch * q_batch + (first_query + query) * q_row + which * q_head
+    q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
+    mine = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
+
+    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
+    start = tl.min(tl.where(inside, low, there), 0)
+    end = tl.minimum(tl.max(tl.where(inside, high, 0), 0), there)
+    start = start // N * N
+    whole, edge = start, end // N * N
+    if LEFT:
+        whole = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), N) * N
+    if RIGHT or PREFIX:
+        edge = tl.min(tl.where(inside, high, there), 0) // N * N
+    if PARTS > 1:
+        share = tl.cdiv(tl.maximum(tl.cdiv(end - start, N), 0), PARTS) * N
+        start = start + part * share
+        end = tl.minimum(end, start + share)
+    whole = tl.maximum(tl.minimum(whole, tl.cdiv(end, N) * N), start)
+    edge = tl.maximum(tl.minimum(edge, end // N * N), whole)
+
+    key_head = head // group
+    k_first = k + batch * k_batch + first_key * k_row + key_head * k_head
+    v_first = v + batch * v_batch + first_key * v_row + key_head * v_head
+    if TMA:
+        lines = tl.maximum(end, 1)
+        at_k = tl.make_tensor_descriptor(k_first, [lines, WIDTH], [k_row, 1], [N, D])
+        at_v = tl.make_tensor_descriptor(v_first, [lines, V_WIDTH], [v_row, 1], [N, DV])
+    else:
+        at_k, at_v = k_first, v_first
+
+    numbers = ((batch * heads + which) * rows + first_query + query).to(tl.int64)  # of rows: of lse, and of dropout
+    if mask is not None:
+        mask_rows = mask + batch * mask_batch + which * mask_head + query.to(tl.int64) * mask_row
+    else:
+        mask_rows = None
+    drawn, offsets = 0, 0
+    if DROPS:
+        drawn = tl.load(seed)
+        if offset is not None:
+            offsets = tl.load(offset)
+        else:
+            offsets = drawn * 0
+        if state is not None:
+            if tl.program_id(0) == 0:
+                tl.store(state, drawn)
+                tl.store(state + 1, offsets)
+
+    total = tl.zeros([M, DV], tl.float32)
+    sums = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    if mask is None:
+        if LEFT:
+            total, sums, top = walk(
+                mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
+                k_row, v_row, drawn, offsets, numbers, limit,
+                True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            )  # fmt: skip
+        total, sums, top = walk(
+            mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
+            k_row, v_row, drawn, offsets, numbers, limit,
+            False, NEGATIVE, DROPS, TMA, APART, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        )  # fmt: skip
+    else:
+        edge = start
+    total, sums, top = walk(
+        mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
+        k_row, v_row, drawn, offsets, numbers, limit,
+        True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+    )  # fmt: skip
+
+    scale = tl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
+    if DROPS:
+        scale *= kept_scale
+    total *= scale[:, None]
+    level = top + tl.math.log2(sums)  # -Inf where nothing was seen
+    v_columns = tl.arange(0, DV)
+    store = inside[:, None] if V_WIDTH == DV else inside[:, None] & (v_columns < V_WIDTH)[None, :]
+    if PARTS > 1:
+        numbers = numbers * PARTS + part
+        tl.store(lse + numbers, level, mask=inside)
+        tl.store(o + numbers[:, None] * V_WIDTH + v_columns[None, :], total, mask=store)
+    else:
+        tl.store(lse + numbers, level * LN2, mask=inside)
+        token = batch * rows + first_query + query
+        out = o + (token * heads + which)[:, None] * V_WIDTH + v_columns[None, :]
+        tl.store(out, total.to(o.dtype.element_ty), mask=store)
+
+
+def forward(call: Call, config: Config) -> Launch | list[Launch]:
+    """o, lse, and the random state where it is saved."""
+    q, k, v = call.q, call.k, call.v
+    pack, parts = packed_heads(call), config.parts
+    batch = q.shape[0] if len(q.shape) == 4 else 1
+    count, unit = arguments.tiles_of(call, config.m, pack), arguments.unit_of(q, k, v)
+    tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("q", "k", "v", "o", "lse", "state")}
+    if parts > 1:
+        lines = batch * q.shape[-2] * q.shape[-3] * parts
+        tensors |= {"o": Scratch("part_o", (lines, v.columns)), "lse": Scratch("part_lse", (lines,))}
+    drops = call.dropout_p > 0.0
+    args: dict[str, Argument] = {
+        **tensors,
+        **{name: call.tensors[name] if drops else None for name in ("seed", "offset", "state")},
+        **arguments.strides(q, unit), **arguments.strides(k, unit), **arguments.strides(v, unit),
+        **arguments.mask_arguments(call), **arguments.heads_of(call), **arguments.number_arguments(call),
+        "tiles": count,
+    }  # fmt: skip
+    constants = {
+        **arguments.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
+        "TMA": bool(config.tma), "APART": bool(config.apart), "PACK": pack, "PARTS": parts,
+        "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
+        "UNIT": unit, "PRECISION": precision(call),
+    }  # fmt: skip
+    programs = count * batch * (q.shape[-2] // pack) * parts
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    workspace = Scratch("descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if config.tma else None
+    made = Launch(attention_forward, (programs, 1, 1), args, constants, options, workspace=workspace)
+    if parts == 1:
+        return made
+    return [made, merge(call, parts, tensors)]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def attention_merge(
+    part_o, part_lse, o, lse, rows, heads, v_width, PARTS: tl.constexpr, DV: tl.constexpr
+):  # fmt: skip
+    """One row of o and of lse from those of its parts."""
+    number = tl.program_id(0).to(tl.int64)
+    parts, columns = tl.arange(0, PARTS), tl.arange(0, DV)
+    levels = tl.load(part_lse + number * PARTS + parts)
+    top = tl.max(levels, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.math.exp2(levels - base)
+    place = part_o + (number * PARTS + parts)[:, None] * v_width + columns[None, :]
+    values = tl.load(place, mask=(columns < v_width)[None, :], other=0.0)
+    total = tl.sum(weights, 0)
+    found = tl.sum(values * weights[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    tl.store(lse + number, (base + tl.math.log2(total)) * LN2)
+    query, which = number % rows, number // rows
+    token = which // heads * rows + query
+    out = o + (token * heads + which % heads) * v_width + columns
+    tl.store(out, found.to(o.dtype.element_ty), mask=columns < v_width)
+
+
+def merge(call: Call, parts: int, tensors: dict[str, Argument]) -> Launch:
+    q, width = call.q, call.v.columns
+    args: dict[str, Argument] = {"part_o": tensors["o"], "part_lse": tensors["lse"], "o": call.o, "lse": call.lse}
+    args |= {"rows": q.shape[-3], "heads": q.shape[-2], "v_width": width}
+    constants = {"PARTS": parts, "DV": width_of(call.v)}
+    return Launch(attention_merge, (call.lse.numel, 1, 1), args, constants, {"num_warps": 4 if parts >= 16 else 1})

@@ -1,0 +1,90 @@
+"""What the Triton kernels of attention share: which rows a program has, where they lie, what each may see.
+
+A tile is M rows of packed queries: PACK heads that read the same keys, side by side for each query. Queries are counted
+in their sequence, keys too, in 32 bits; what they are multiplied by is 64. A row sees the keys from `low` to `high`,
+which says every mask but the one that is a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call
+from tilewright.ops.residual.triton_dropout import philox
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, count, PACK: tl.constexpr, M: tl.constexpr):
+    """Which packed sequence the `slot`-th tile belongs to, and which tile of it that is.
+
+    Sequence n has the slots from cu_seqlens[n] PACK // M + n on: enough for its tiles wherever it starts, and worked
+    out without a sum over the others. Sequence `count` is what lies behind the last one.
+    """
+    low, high = slot * 0, count.to(tl.int32)
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = (tl.load(cu_seqlens + middle).to(tl.int64) * PACK // M).to(tl.int32) + middle
+        if start <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return low, slot - (tl.load(cu_seqlens + low).to(tl.int64) * PACK // M).to(tl.int32) - low
+
+
+@triton.jit
+def place_of(slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, PACK: tl.constexpr, M: tl.constexpr):
+    """(tile, first query, queries, first key, keys) of the `slot`-th tile, of one sequence of the batch or packed."""
+    if cu_seqlens_q is not None:
+        n, tile = sequence_of(slot, cu_seqlens_q, count, PACK, M)
+        first = tl.load(cu_seqlens_q + n).to(tl.int64)
+        first_key = tl.load(cu_seqlens_k + n).to(tl.int64)
+        last, last_key = rows.to(tl.int64), first_key
+        if n < count:
+            last = tl.load(cu_seqlens_q + n + 1).to(tl.int64)
+            last_key = tl.load(cu_seqlens_k + n + 1).to(tl.int64)
+        return tile, first, (last - first).to(tl.int32), first_key, (last_key - first_key).to(tl.int32)
+    else:
+        there = keys.to(tl.int32)
+        if kv_len is not None:
+            there = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), keys).to(tl.int32)
+        return slot, rows * 0, rows.to(tl.int32), keys * 0, there
+
+
+@triton.jit
+def seen_by(
+    query, rows, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """[low, high) of the keys that each query sees."""
+    place = query
+    if BOTTOM:
+        place += keys - rows
+    low, high = query * 0, query * 0 + keys
+    if LEFT:
+        low = tl.maximum(place - left.to(tl.int32), 0)
+    if RIGHT:
+        high = tl.minimum(high, place + right.to(tl.int32) + 1)
+    if PREFIX:
+        most = prefix.to(tl.int32)
+        if prefix_kv_len is not None:
+            most = tl.load(prefix_kv_len + batch).to(tl.int32)
+        high = tl.where(query < prefix_rows, tl.minimum(high, most), high)
+    return low, high
+
+
+@triton.jit
+def kept(seed, offset, rows, first, limit, N: tl.constexpr):
+    """Which weights [M, N] of mask rows `rows` and columns from `first` (a multiple of 4) on stay."""
+    low = offset + first // 4 + tl.arange(0, N // 4)[None, :]
+    rows, low = tl.broadcast(rows[:, None], low)
+    a, b, c, d = philox(low, rows, seed)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [rows.shape[0], N])
+    return words > limit.to(tl.uint32)
+
+
+def precision(call: Call) -> str:
+    """How float32 is multiplied. NVIDIA's tensor cores do it in three products of TF32, which leave out 2^-22 of each:
+    a product in registers holds whole rows of both operands there, for which they do not suffice."""
+    return "tf32x3" if call.device.kind == "cuda" and call.q.dtype == torch.float32 else "ieee"
