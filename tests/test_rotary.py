@@ -95,6 +95,25 @@ def test_positions_outside_the_tables_are_nan_and_get_no_gradient(backend: str) 
     assert not v.isnan().any()
 
 
+def test_positions_that_the_host_knows_are_refused() -> None:
+    """Without position_ids the rows are 0 and on, and the shapes tell whether the tables have them; a split alone needs
+    none."""
+    cos, sin = tables(4, 8)
+    x, qkv = torch.randn(1, 5, 2, 16), torch.randn(1, 5, 128)
+    for call in (
+        lambda: tw.rope(x, cos, sin, style="half"),
+        lambda: tw.rope_backward(x, cos, sin, style="half"),
+        lambda: tw.qkv_split_rope(qkv, cos, sin, style="half", **HEADS),
+    ):
+        with pytest.raises(tw.InvalidArgument, match=r"cos: 4 rows; .* has sequences of 5 tokens"):
+            call()
+    assert tw.rope(x[:, :4], cos, sin, style="half").isfinite().all()
+    assert tw.qkv_split_rope(qkv, style="half", **HEADS)[0].isfinite().all()
+    cache = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(tw.InvalidArgument, match="k_cache: 4 rows; qkv has sequences of 5 tokens"):
+        tw.qkv_split_rope_append(qkv, cache, cache.clone(), torch.tensor([0]), style="half", **HEADS)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_split_alone_and_with_norms(backend: str) -> None:
     qkv = torch.randn(2, 5, 8 * 16)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.core import registry
-from tilewright.core.launch import Config
+from tilewright.core.launch import Config, launches_of
 from tilewright.core.plan import bind
+from tilewright.ops.sampling import configs
 from tilewright.verify.cases import make_inputs
 from tilewright.verify.check import call_of
 
@@ -108,6 +109,70 @@ def test_ties_break_by_the_lowest_index(backend: str) -> None:
     assert keep(top_p=0.5) == [[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0]]
     assert keep(top_p=0.0) == keep(top_k=1) == [[1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
     assert keep(top_p=1.0) == keep(top_k=9) == [[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+def test_a_vocabulary_of_one(order: str, backend: str) -> None:
+    probs = torch.tensor([[0.25], [0.0], [math.nan]])
+    for how in ({"top_k": 1}, {"top_p": 0.5}, {"top_k": 7, "top_p": 1.0}):
+        given: dict[str, Any] = {**how, "order": order, "backend": backend}
+        assert tw.top_k_top_p_renorm(probs, **given).nan_to_num(-1.0).tolist() == [[1.0], [-1.0], [-1.0]]
+        ids, valid = tw.top_k_top_p_sample(probs, seed=torch.tensor([2]), **given)
+        assert ids.tolist() == [0, -1, -1] and valid.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_minus_infinity(backend: str) -> None:
+    """They are tokens that are never kept; a row of nothing else has no distribution, and is flagged."""
+    logits = torch.randn(3, 50)
+    logits[0, 5:], logits[1] = -math.inf, -math.inf
+    probs = tw.softmax(logits, backend=backend)
+    y = tw.top_k_top_p_renorm(probs, top_k=20, backend=backend)
+    assert (y[0] > 0).tolist() == [True] * 5 + [False] * 45 and y[1].isnan().all() and (y[2] > 0).sum() == 20
+    ids, valid = tw.top_k_top_p_sample(probs, top_p=0.99, seed=torch.tensor([4]), backend=backend)
+    assert valid.tolist() == [True, False, True] and ids[0] < 5 and ids[1] == -1
+
+
+@pytest.mark.interpreted
+def test_more_keys_than_one_program_sorts_are_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    probs = language(2, 300)
+    options = {"top_k": 8, "top_p": 0.9, "order": "top_k_first", "few": True}
+    op = tw.top_k_top_p_renorm.op
+    inputs = {"probs": probs, "row_k": None, "row_p": None}
+    call = call_of(op, inputs, options, False)
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton"]
+    config = Config(block=128, num_warps=1, choosing=1, digit=11)
+    sorting = len(launches_of(kernel.load()(call, config)))
+    monkeypatch.setattr(configs, "MOST_CHOSEN", 16)
+    assert len(launches_of(kernel.load()(call, config))) > sorting
+    (found,) = bind(kernel, config, call, poison=True)(*inputs.values())
+    torch.testing.assert_close(found, op.reference(*inputs.values(), **options), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("columns", "how"),
+    [
+        (5003, {"top_k": 50, "top_p": 0.9}),  # an interpreter sorts slowly
+        (151936, {"top_p": 0.9}),
+        (151936, {"top_k": 1000, "top_p": 0.8, "order": "joint"}),
+    ],
+    ids=str,
+)
+def test_a_whole_vocabulary(columns: int, how: dict[str, Any]) -> None:
+    """Several blocks of rows that lie apart; ties at the threshold, and the likeliest last."""
+    probs = torch.full((2, columns + 64), math.nan)[:, :columns]
+    probs.copy_(language(2, columns, sharp=4.0))
+    probs[1] = probs[1].half().float()  # many are equal
+    probs[1, -1] = probs[1].amax() * 2
+    seed = torch.tensor([11])
+    found = [tw.top_k_top_p_renorm(probs, backend=b, **how) for b in ("triton", "reference")]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0.0)
+    assert torch.equal(found[0] > 0, found[1] > 0)
+    drawn = [tw.top_k_top_p_sample(probs, seed=seed, backend=b, **how)[0] for b in ("triton", "reference")]
+    assert torch.equal(*drawn)
 
 
 def test_orders_differ_where_they_should() -> None:

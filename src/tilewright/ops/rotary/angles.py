@@ -64,7 +64,8 @@ def check_style(call: Call) -> None:
 
 
 def check_tables(call: Call, main: str, width: int, tokens: tuple[int, ...]) -> None:
-    """cos and sin [P, R/2] with R <= width, and position_ids of the shape `tokens`."""
+    """cos and sin [P, R/2] with R <= width, and position_ids of the shape `tokens`. Without them token s has row s, and
+    shapes tell whether there is one; with them the device knows."""
     cos: TensorFacts | None = call.cos
     if cos is None:
         if call.has("sin"):
@@ -82,6 +83,9 @@ def check_tables(call: Call, main: str, width: int, tokens: tuple[int, ...]) -> 
             raise InvalidArgument(call.op, "sin", kinds, "the tables share one dtype")
     if "position_ids" in call.tensors:
         check_numbers(call, "position_ids", tokens)
+        if cos is not None and not call.has("position_ids") and tokens[-1] > cos.shape[0]:
+            wanted = f"{main} has sequences of {tokens[-1]} tokens, and without position_ids their rows are 0 and on"
+            raise InvalidArgument(call.op, "cos", f"{cos.shape[0]} rows", wanted)
 
 
 def check_numbers(call: Call, name: str, shape: tuple[int, ...]) -> None:

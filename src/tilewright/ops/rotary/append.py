@@ -31,6 +31,9 @@ def _check(call: Call) -> None:
         wanted = f"needs [{', '.join(map(str, lead))}{', ' * bool(lead)}Smax, {call.kv_heads}, {width}]"
         raise InvalidArgument(call.op, "k_cache", f"shape {list(cache.shape)}", wanted)
     has_shape(call, "v_cache", cache.shape, "the shape of k_cache")
+    if tokens[-1] > cache.shape[-3]:
+        wanted = f"qkv has sequences of {tokens[-1]} tokens, which never fit"
+        raise InvalidArgument(call.op, "k_cache", f"{cache.shape[-3]} rows", wanted)
     check_numbers(call, "pos", lead)
     check_numbers(call, "rope_pos", lead)
 
@@ -166,7 +169,7 @@ def qkv_split_rope_append(
         its q is NaN; q and k are NaN for one that has no row in the tables.
 
     Raises:
-        InvalidArgument: wrong dtypes or shapes, or another style.
+        InvalidArgument: wrong dtypes or shapes, more tokens than the caches have rows, or another style.
     """
     t = {
         "qkv": qkv, "k_cache": k_cache, "v_cache": v_cache, "pos": pos, "cos": cos, "sin": sin, "q_norm": q_norm,

@@ -96,7 +96,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None
         y: shape and dtype of x, contiguous, rounded once. NaN for a token whose position is outside of 0..P-1.
 
     Raises:
-        InvalidArgument: wrong dtypes or shapes, an empty table, no columns, or another style.
+        InvalidArgument: wrong dtypes or shapes, tables with no row (or, without position_ids, with fewer rows than x
+            has tokens), no columns, or another style.
     """
     return turn(x, cos, sin, positions(x, position_ids), style).to(x.dtype)
 

@@ -257,7 +257,8 @@ def qkv_split_rope(
         token whose position is outside of 0..P-1.
 
     Raises:
-        InvalidArgument: wrong dtypes or shapes, a width that so many heads do not divide, or another style.
+        InvalidArgument: wrong dtypes or shapes, a width that so many heads do not divide, tables with fewer rows than
+            there are tokens (without position_ids), or another style.
     """
     q, k, v = split(qkv, q_heads, kv_heads)
     found = []

@@ -22,6 +22,8 @@ WIDEST_ROW = 65536
 MOST_BLOCKS = 4096
 """Of a row of probabilities: each program of a later launch looks at what all have left."""
 FEW_ROWS = 8
+MOST_CHOSEN = 16384
+"""Keys that one program sorts: 16 a thread of the most warps, above which registers spill."""
 MOST_COLUMNS = 1 << 26
 """Of a row that programs share: each of them adds up what all have left."""
 
@@ -57,6 +59,17 @@ def softmax_configs(call: Call) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def keys_of(call: Call, block: int) -> tuple[int, int]:
+    """Of a call that keeps few tokens: keys that each block of a row finds, and how many of all blocks are sorted."""
+    found = max(2, power_of_2_at_least(call.top_k))
+    return found, max(found, power_of_2_at_least(-(-call.probs.columns // block) * found))
+
+
+def sorts(call: Call, block: int) -> bool:
+    """Whether one program can sort what the blocks of a row have found; else keys are searched for."""
+    return bool(call.few) and keys_of(call, block)[1] <= MOST_CHOSEN
+
+
 def top_configs(call: Call) -> tuple[Config, ...]:
     """Large digits and small blocks for a few rows: fewer launches, and fewer tokens that meet in a bin. With many rows
     what every program adds up of the bins would cost more than that."""
@@ -64,14 +77,15 @@ def top_configs(call: Call) -> tuple[Config, ...]:
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
     few = ((4096, 8, 8, 13), (2048, 4, 16, 12), (8192, 16, 8, 13), (4096, 16, 16, 12), (4096, 8, 16, 11))
-    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (16384, 32, 8, 10))
+    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (8192, 32, 8, 10))
     wanted = few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many
-    return tuple(
-        dict.fromkeys(
-            Config(block=min(width, max(block, least)), num_warps=warps, choosing=choosing, digit=digit)
-            for block, warps, choosing, digit in wanted
-        )
-    )
+    found = []
+    for block, warps, choosing, digit in wanted:
+        block = min(width, max(block, least))
+        if sorts(call, block):
+            choosing = max(choosing, keys_of(call, block)[1] // 512)
+        found.append(Config(block=block, num_warps=warps, choosing=choosing, digit=digit))
+    return tuple(dict.fromkeys(found))
 
 
 def tilelang_vector(call: Call) -> int:

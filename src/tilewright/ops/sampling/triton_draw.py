@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.sampling.configs import keys_of, sorts
 from tilewright.ops.sampling.selection import unit_bits
 from tilewright.ops.sampling.triton_select import (
     LARGEST,
@@ -112,11 +113,11 @@ def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
     drawn: dict[str, Argument] = {}
     if what == "ids":
         drawn = {"ids": call.ids, "valid": call.valid, "seed": call.seed, "offset": call.offset}
-    if call.few:
-        k = max(2, triton.next_power_of_2(call.top_k))
+    if sorts(call, block):
+        k, wide_row = keys_of(call, block)
         found = Scratch("found", (rows, blocks, k), torch.int64)
         masses = Scratch("masses", (rows, 1), torch.int64)
-        wide = {"K": k, "WIDE": max(k, triton.next_power_of_2(blocks * k)), **sizes}
+        wide = {"K": k, "WIDE": wide_row, **sizes}
         kept: dict[str, Argument] = {"peaks": peaks, "found": found, **numbers, "blocks": blocks}
         kept |= drawn or dict.fromkeys(("ids", "valid", "seed", "offset"))
         kept |= dict.fromkeys(("bounds", "masses")) if drawn else {"bounds": bounds, "masses": masses}
