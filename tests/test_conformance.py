@@ -47,7 +47,8 @@ def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
         kernel.op,
         dtype,
     ) not in QUICK
-    return [pytest.mark.slow] if costly else []
+    # inductor compiles each form of a call, of which some ops have dozens
+    return [pytest.mark.slow, pytest.mark.timeout(1800)] if costly else []
 
 
 PAIRS = [

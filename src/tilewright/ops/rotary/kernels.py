@@ -25,7 +25,8 @@ PASSES: tuple[tuple[str, str, tuple[Limit, ...]], ...] = (
 
 TRITON_KERNELS = [
     Kernel(op, "triton", f"{_HERE}.{source}",
-           Capability((cuda(80), hip("gfx942")), limits=limits, in_place=op == IN_PLACE), configs.triton_configs)
+           Capability((cuda(80), hip("gfx942")), limits=limits, in_place=op == IN_PLACE),
+           configs.split_backward_configs if op == "qkv_split_rope_backward" else configs.triton_configs)
     for op, source, limits in PASSES
 ]  # fmt: skip
 

@@ -16,14 +16,15 @@ from tilewright.core.reason import Reason
 from tilewright.ops.configs import few_blocks, power_of_2_at_least
 from tilewright.ops.tilelang_places import vector
 
-WIDEST_ROW = 65536
-"""Columns that one program holds in its registers."""
+WIDEST_ROW, WIDEST_BACKWARD = 32768, 16384
+"""Columns that one program holds in its registers, of one tensor and of two: of twice as many some spill."""
 
 MOST_BLOCKS = 4096
 """Of a row of probabilities: each program of a later launch looks at what all have left."""
 FEW_ROWS = 8
-MOST_CHOSEN = 16384
-"""Keys that one program sorts: 16 a thread of the most warps, above which registers spill."""
+MOST_CHOSEN = 8192
+"""Keys that one program sorts: of twice as many registers spill, with any number of warps."""
+WIDEST_BLOCK = 8192
 MOST_COLUMNS = 1 << 26
 """Of a row that programs share: each of them adds up what all have left."""
 
@@ -35,13 +36,13 @@ def main_of(call: Call) -> TensorFacts:
 
 def softmax_configs(call: Call) -> tuple[Config, ...]:
     facts = main_of(call)
-    block = power_of_2_at_least(facts.columns)
+    block, backward = power_of_2_at_least(facts.columns), "dy" in call.tensors
     cut = (
         Config(rows=1, block=4096, split=1, num_warps=4),
-        Config(rows=1, block=8192, split=1, num_warps=8),
+        Config(rows=1, block=8192, split=1, num_warps=16 if backward else 8),
         Config(rows=1, block=16384, split=1, num_warps=16),
     )
-    if block > WIDEST_ROW:
+    if block > (WIDEST_BACKWARD if backward else WIDEST_ROW):
         return (cut[1], cut[0], cut[2])
     if block >= 8192:
         warps = min(32, max(8, block // 1024))
@@ -77,11 +78,13 @@ def top_configs(call: Call) -> tuple[Config, ...]:
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
     few = ((4096, 8, 8, 13), (2048, 4, 16, 12), (8192, 16, 8, 13), (4096, 16, 16, 12), (4096, 8, 16, 11))
-    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (4096, 4, 8, 10), (8192, 32, 8, 10))
+    many = ((8192, 16, 8, 10), (4096, 8, 8, 10), (8192, 8, 8, 11), (2048, 4, 8, 10), (4096, 16, 8, 10))
     wanted = few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many
     found = []
     for block, warps, choosing, digit in wanted:
         block = min(width, max(block, least))
+        while call.few and block < min(width, WIDEST_BLOCK) and not sorts(call, block):
+            block *= 2  # fewer have keys that are sorted
         if sorts(call, block):
             choosing = max(choosing, keys_of(call, block)[1] // 512)
         found.append(Config(block=block, num_warps=warps, choosing=choosing, digit=digit))
