@@ -85,6 +85,7 @@ def top_configs(call: Call) -> tuple[Config, ...]:
         block = min(width, max(block, least))
         while call.few and block < min(width, WIDEST_BLOCK) and not sorts(call, block):
             block *= 2  # fewer have keys that are sorted
+        warps = max(warps, block // 1024)
         if sorts(call, block):
             choosing = max(choosing, keys_of(call, block)[1] // 512)
         found.append(Config(block=block, num_warps=warps, choosing=choosing, digit=digit))
