@@ -47,7 +47,8 @@ def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
         kernel.op,
         dtype,
     ) not in QUICK
-    return [pytest.mark.slow] if costly else []
+    # inductor compiles each form of a call, of which some ops have dozens
+    return [pytest.mark.slow, pytest.mark.timeout(1800)] if costly else []
 
 
 PAIRS = [
@@ -98,8 +99,13 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
 YET_TO_COME = {
     "attention_backward": {"triton", "tilelang"},
     "varlen_attention_backward": {"triton", "tilelang"},
+    "qkv_split_rope": {"tilelang"},
+    "qkv_split_rope_backward": {"tilelang"},
+    "qkv_split_rope_append": {"tilelang"},
+    "top_k_top_p_renorm": {"tilelang"},
+    "top_k_top_p_sample": {"tilelang"},
 }
-"""The youngest family is not finished: what its ops lack. One that gains a kernel leaves the table."""
+"""What ops lack whose families are not finished. One that gains a kernel leaves the table."""
 
 
 def test_every_op_has_more_than_its_reference() -> None:

@@ -72,6 +72,8 @@ class Peer:
             wanted = wanted[: len(found)]
         for mine, theirs in zip(wanted, found, strict=True):
             if getattr(self.maker, "draws", False):
+                if not mine.is_floating_point() and mine.shape == theirs.shape and mine.dtype == theirs.dtype:
+                    continue  # ids that are drawn tell no more
                 sizes = [float(t.float().square().mean().sqrt()) for t in (mine, theirs)]
                 if mine.shape != theirs.shape or abs(sizes[0] - sizes[1]) > DRAWN_TOLERANCE * sizes[0]:
                     raise NotImplementedError(f"computes something else: root mean squares are {sizes}")

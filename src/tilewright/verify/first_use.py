@@ -76,7 +76,8 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
     layouts = {n: _layout(f) for n in op.tensors if not op.probes.is_vector(n) and (f := call.tensors[n]) is not None}
-    layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
+    if not call.anywhere:
+        layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
     sizes = op.probes.cut(extent.sizes, most)
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []
