@@ -7,18 +7,14 @@ imported inside, since most machines have none of them. Used by benchmarks only;
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
+from tilewright.ops.adapters import Maker, Options, Run, Tensors, compiled
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, ids: Tensor | None, style: str) -> Tensor:
@@ -72,32 +68,9 @@ def _eager(function: Callable[..., Any]) -> Maker:
     return lambda t, o: functools.partial(function, *_arguments(t, o))
 
 
-@functools.cache
-def _compiled(function: Any, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """torch.compile for one signature alone: with a code object of its own no signature can use up another's limit."""
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(copy, dynamic=False, fullgraph=True)
-
-
 def _compile(function: Callable[..., Any]) -> Maker:
     """torch.compile of the same, specialised to the shape: at its best."""
-
-    def maker(t: Tensors, o: Options) -> Run:
-        import torch._functorch.config as functorch
-
-        arguments = _arguments(t, o)
-        facts = ((a.shape, a.stride(), a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in arguments)
-        compiled = _compiled(function, tuple(facts))
-
-        def run() -> Any:
-            # a graph that is kept for many backwards may not donate its buffers
-            with functorch.patch(donated_buffer=False):
-                return compiled(*arguments)
-
-        gradient = any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-        return run if gradient else functools.partial(compiled, *arguments)
-
-    return maker
+    return lambda t, o: compiled(function, *_arguments(t, o))
 
 
 def _liger_rope(t: Tensors, o: Options) -> Run:

@@ -7,16 +7,13 @@ imported inside, since most machines have none of them. Used by benchmarks only;
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Tensors = Mapping[str, Any]
-Options = Mapping[str, Any]
-Run = Callable[[], Any]
-Maker = Callable[[Tensors, Options], Run]
+from tilewright.ops.adapters import Maker, Options, Run, Tensors, compiled
 
 
 def _softmax(x: Tensor, scale: float) -> Tensor:
@@ -65,22 +62,7 @@ def _eager(function: Callable[..., Any]) -> Maker:
 
 def _compile(function: Callable[..., Any]) -> Maker:
     """torch.compile of the same, specialised to the shape: at its best."""
-
-    def maker(t: Tensors, o: Options) -> Run:
-        import torch._functorch.config as functorch
-
-        given = _arguments(t, o)
-        compiled = torch.compile(function, dynamic=False)
-
-        def run() -> Any:
-            # a graph that is kept for many backwards may not donate its buffers
-            with functorch.patch(donated_buffer=False):
-                return compiled(*given)
-
-        gradient = any(isinstance(a, Tensor) and a.requires_grad for a in given)
-        return run if gradient else functools.partial(compiled, *given)
-
-    return maker
+    return lambda t, o: compiled(function, *_arguments(t, o))
 
 
 def _drawing(maker: Maker) -> Maker:
