@@ -50,13 +50,9 @@ def state_of(seed: Tensor | None, offset: Tensor | None, dropout_p: float) -> Te
 
 def _read(t: Mapping[str, Any], o: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v in the accumulation dtype, and who sees what."""
-    q, k, v, kv_len = t["q"], t["k"], t["v"], t["kv_len"]
-    rows, keys = q.shape[1], k.shape[1]
-    there = masks.lengths(kv_len, keys)
-    seen = masks.dense(
-        q.shape[0], rows, keys, q.device, kv_len, t["prefix_kv_len"], t["mask"], Rules.of(o)
-    )  # fmt: skip
-    return upcast(q), softmax.readable(k, there), softmax.readable(v, there), seen
+    q, k, v = t["q"], t["k"], t["v"]
+    seen = masks.dense(q, k, t["kv_len"], t["prefix_kv_len"], t["mask"], Rules.of(o))
+    return upcast(q), upcast(k), upcast(v), seen
 
 
 def _keep(state: Tensor | None, q: Tensor, k: Tensor, p: float) -> Tensor | None:
@@ -242,7 +238,5 @@ def attention_backward(
     found = softmax.backward(
         grad, dlse, wide_q, wide_k, wide_v, upcast(o), lse, seen, keep, softmax.scale_of(scale, q.shape[-1])
     )
-    there = masks.lengths(kv_len, k.shape[1])
-    found = (found[0], softmax.hidden(found[1], there), softmax.hidden(found[2], there))
     dq, dk, dv = (x.to(q.dtype) if need else None for x, need in zip(found, needs, strict=True))
     return dq, dk, dv

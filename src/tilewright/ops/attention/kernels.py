@@ -35,9 +35,9 @@ VENDOR_KERNELS = [
         (12, "efficient", "efficient", "", (cuda(80),), (torch.float32, *HALVES), True,
          (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)),
         (13, "cpu", "cpu", "", (cpu(),), (torch.float32,), True,
-         (vendor.no_window, vendor.keys_to_see, vendor.top_left)),
+         (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)),
         (13, "cpu", "cpu", "_backward", (cpu(),), (torch.float32, *HALVES), True,
-         (vendor.no_window, vendor.keys_to_see, vendor.top_left)),
+         (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)),
     )
 ]  # fmt: skip
 

@@ -60,9 +60,7 @@ def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) ->
     q, k, v = t["q"], t["k"], t["v"]
     seen, place = masks.packed(q.shape[0], k.shape[0], t["cu_seqlens_q"], t["cu_seqlens_k"], rules)
     keep = softmax.keep_of(state, p, q.shape[1], q.shape[0], place, 1)
-    owned = torch.arange(k.shape[0], device=k.device) < t["cu_seqlens_k"][-1]
-    wide_k, wide_v = (torch.where(owned[:, None, None], upcast(x), 0.0)[None] for x in (k, v))
-    return upcast(q)[None], wide_k, wide_v, seen, keep
+    return upcast(q)[None], upcast(k)[None], upcast(v)[None], seen, keep
 
 
 def _scales(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:
@@ -217,7 +215,5 @@ def varlen_attention_backward(
     found = softmax.backward(
         grad, dlse_one, wide_q, wide_k, wide_v, upcast(o)[None], lse[None], seen, keep, scale
     )  # fmt: skip
-    owned = cu_seqlens_k[-1].long()[None, None, None, None]
-    found = (found[0], softmax.hidden(found[1], owned), softmax.hidden(found[2], owned))
     dq, dk, dv = (x[0].to(q.dtype) if need else None for x, need in zip(found, needs, strict=True))
     return dq, dk, dv
