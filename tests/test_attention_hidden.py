@@ -188,7 +188,7 @@ def test_gradients_of_sequences_of_a_pack_do_not_reach_each_other(options: dict[
             assert not mine[13:].any()
 
 
-# What torch's kernels cannot take --------------------------------------------------------------------------------------
+# What torch's kernels cannot take -------------------------------------------------------------------------------------
 
 
 def reasons_of(op: str, sizes: tuple[int, int], **options: Any) -> str:

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from tilewright.core.op import upcast
 from tilewright.ops.residual.philox import random_words, threshold
 from tilewright.ops.residual.philox import scale as kept_scale
 
