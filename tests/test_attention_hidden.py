@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import planted_attention
 import tilewright as tw
 from attention_calls import CASES, STATE, each_backend, lengths, made, run, seen_by_loops
 from tilewright.core import registry
 from tilewright.verify.check import call_of
+from tilewright.verify.suite import verify_kernel
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 NOTHING = (math.nan, math.inf, -math.inf)
@@ -186,6 +188,13 @@ def test_gradients_of_sequences_of_a_pack_do_not_reach_each_other(options: dict[
         for mine, theirs in zip(dirty, grads, strict=True):
             torch.testing.assert_close(mine[others], theirs[others], **EXACT)
             assert not mine[13:].any()
+
+
+@pytest.mark.parametrize(("op", "which"), planted_attention.FAULTS, ids=str)
+def test_the_suite_catches_a_kernel_that_multiplies_what_is_hidden(op: str, which: str, device: str) -> None:
+    kernel, where = planted_attention.kernel(op, which), torch.device(device)
+    result = verify_kernel(registry.op(op), kernel, torch.float32, where, size="tiny", stop_at_failure=True)
+    assert "NaN or Inf where the reference is not" in result.failures[0]["problem"]
 
 
 # What torch's kernels cannot take -------------------------------------------------------------------------------------

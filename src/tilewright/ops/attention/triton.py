@@ -134,8 +134,8 @@ def attention_forward(
     q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
     mine = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
 
-    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them. Tiles of keys begin with
-    # one that is seen, or where a mask or random numbers want them to.
+    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them. Tiles of keys begin
+    # with one that is seen, or where a mask or random numbers want them to.
     start = tl.min(tl.where(inside, low, there), 0)
     end = tl.minimum(tl.max(high, 0), there)
     if mask is not None or DROPS:
