@@ -92,8 +92,15 @@ def rules(call: Call, square: bool) -> None:
             raise InvalidArgument(call.op, name, f"{call.options[name]}", "takes 0 or more, or -1 for none")
     if chosen.prefix_rows < 0:
         raise InvalidArgument(call.op, "prefix_rows", f"{chosen.prefix_rows}", "must be 0 or more")
-    if chosen.prefix_rows and chosen.prefix_kv < 0 and not call.has("prefix_kv_len"):
-        raise InvalidArgument(call.op, "prefix_kv_len", "None, with prefix_rows", "an int, or int32[B]")
+    name = "prefix_kv_len" if "prefix_kv_len" in call.tensors else "prefix_kv"
+    given = call.has("prefix_kv_len") + (chosen.prefix_kv >= 0)
+    if given == 2:
+        raise InvalidArgument(call.op, name, f"given, and prefix_kv={chosen.prefix_kv} too", "pass one of them")
+    if chosen.prefix_rows and not given:
+        needs = "an int, or int32[B]" if name == "prefix_kv_len" else "an int"
+        raise InvalidArgument(call.op, name, f"None, with prefix_rows={chosen.prefix_rows}", needs)
+    if given and not chosen.prefix_rows:
+        raise InvalidArgument(call.op, name, "given, with prefix_rows=0", "say how many queries it is for")
 
 
 def dropout(call: Call) -> None:
