@@ -34,16 +34,22 @@ def heads(call: Call, axes: str) -> None:
         if name not in call.outputs:
             has_shape(call, name, (*q.shape[:-1], v.shape[-1]), "as forward returns it")
     rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name in ("lse", "dlse"):
         facts = call.tensors.get(name)
         if facts is None or name in call.outputs:
             continue
         has_shape(call, name, rows, "as forward returns it")
-        if facts.dtype != wide:
-            raise InvalidArgument(call.op, name, str(facts), f"needs {DTYPE_NAMES[wide]}, as forward returns it")
+        if facts.dtype != wide(q.dtype):
+            raise InvalidArgument(
+                call.op, name, str(facts), f"needs {DTYPE_NAMES[wide(q.dtype)]}, as forward returns it"
+            )
     if "do" in call.tensors and not call.has("do") and not call.has("dlse"):
         raise InvalidArgument(call.op, "do", "None, and dlse too", "needs an upstream gradient")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """That of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _agree(call: Call, facts: TensorFacts, other: TensorFacts, places: tuple[int, ...], why: str) -> None:

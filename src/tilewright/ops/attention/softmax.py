@@ -46,21 +46,19 @@ def _over_seen(equation: str, p: Tensor, x: Tensor, groups: int, seen: Tensor) -
     """The products of p and x, summed over pairs that are seen alone: 0 times what lies elsewhere may be NaN.
 
     Numbers that are not finite are put to 0 and looked for apart, NaN being Inf of both signs. On a CPU, where that
-    takes no waiting, only if there are any.
+    takes no waiting, only if there are any: their sum says so.
     """
 
     def product(weights: Tensor, values: Tensor) -> Tensor:
-        batch, heads, rows, keys = p.shape
-        return torch.einsum(equation, weights.reshape(batch, groups, heads // groups, rows, keys), values)
+        return torch.einsum(equation, weights.unflatten(1, (groups, -1)), values)
 
-    finite = x.isfinite()
-    total = product(p, torch.where(finite, x, 0.0))
-    if x.device.type == "cpu" and bool(finite.all()):
-        return total
+    if x.device.type == "cpu" and math.isfinite(x.sum()):
+        return product(p, x)
     more, less = ((seen & ~beyond).to(p.dtype) for beyond in (p < 0.0, p > 0.0))  # 0 times Inf is both
     high, low = (((x == end) | x.isnan()).to(p.dtype) for end in (math.inf, -math.inf))
     above = product(more, high) + product(less, low) > 0.0
     below = product(more, low) + product(less, high) > 0.0
+    total = product(p, torch.where(x.isfinite(), x, 0.0))
     return total + torch.where(above, math.inf, 0.0) - torch.where(below, math.inf, 0.0)
 
 
