@@ -343,6 +343,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: tw.attention(Q, K, V, dropout_p=1.5, seed=STATE[0]), "dropout_p: 1.5"),
     "seed": (lambda: tw.attention(Q, K, V, dropout_p=0.5, seed=torch.tensor(3)), "seed: .*int64"),
     "offset": (lambda: tw.attention(Q, K, V, dropout_p=0.5, offset=STATE[1]), "offset: given without a seed"),
+    "offset of nothing": (lambda: tw.attention(Q, K, V, offset=STATE[1]), "offset: given without a seed"),
+    "offset of the op": (
+        lambda: tw.attention.op(Q, K, V, dropout_p=0.5, offset=STATE[1]), "offset: given without a seed"),
     "one of two": (
         lambda: tw.attention(Q[0], K[0], V[0], cu_seqlens_q=torch.tensor([0, 4])), "cu_seqlens_k: None"),
 }  # fmt: skip

@@ -19,7 +19,8 @@ import planted_attention
 import tilewright as tw
 from attention_calls import CASES, STATE, each_backend, lengths, made, run, seen_by_loops
 from tilewright.core import registry
-from tilewright.verify.check import call_of
+from tilewright.core.call import TensorFacts
+from tilewright.core.device import device_of, target_device
 from tilewright.verify.suite import verify_kernel
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -200,24 +201,40 @@ def test_the_suite_catches_a_kernel_that_multiplies_what_is_hidden(op: str, whic
 # What torch's kernels cannot take -------------------------------------------------------------------------------------
 
 
-def reasons_of(op: str, sizes: tuple[int, int], **options: Any) -> str:
-    """Why aten's kernel for CPUs refuses a call."""
-    declared = registry.op(op)
-    q, k, v = made(1, *sizes)
-    inputs = dict.fromkeys(declared.tensors) | {"q": q, "k": k, "v": v}
+def reasons_of(op: str, label: str, sizes: tuple[int, int], **options: Any) -> str:
+    """Why a kernel of aten's refuses a call in float32 on a CPU, or in float16 on a Hopper; "" where it takes it."""
+    declared, dtype = registry.op(op), torch.float32 if label == "cpu" else torch.float16
+    rows, keys = sizes
+    shapes = {"q": (1, rows, 2, 16), "k": (1, keys, 2, 16), "v": (1, keys, 2, 16)}
     if op == "attention_backward":
-        inputs |= {"do": q, "o": q, "lse": torch.zeros(1, 2, sizes[0])}
-    (kernel,) = [one for one in registry.kernels_of(op) if one.label == "cpu"]
-    call = call_of(declared, inputs, {**declared.usual, **options}, False)
+        shapes |= {"do": shapes["q"], "o": shapes["q"], "lse": (1, 2, rows)}
+    facts = {n: TensorFacts.dense(n, s, torch.float32 if n == "lse" else dtype) for n, s in shapes.items()}
+    device = device_of("cpu") if label == "cpu" else target_device("sm_90")
+    call = declared.call({n: facts.get(n) for n in declared.tensors}, {**declared.usual, **options}, device)
+    (kernel,) = [one for one in registry.kernels_of(op) if one.label == label]
     return "; ".join(map(str, kernel.capability.reasons(call)))
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
-def test_atens_kernel_for_cpus_refuses_what_it_gets_wrong(op: str) -> None:
-    causal = {"causal": True, "align": "top_left"}
-    assert "keys" in reasons_of(op, (1, 3)) and "keys" in reasons_of(op, (1, 1), **causal)
-    assert "no query sees" in reasons_of(op, (20, 24), **causal)
-    assert not reasons_of(op, (20, 24)) and not reasons_of(op, (24, 20), **causal)
+@pytest.mark.parametrize("label", ["cpu", "cudnn", "flash", "efficient"])
+def test_atens_kernels_refuse_keys_that_no_query_sees(op: str, label: str) -> None:
+    if label == "efficient" and op == "attention_backward":
+        pytest.skip("aten's efficient attention has no gradient here")
+    top, bottom = ({"causal": True, "align": align} for align in ("top_left", "bottom_right"))
+    assert not reasons_of(op, label, (20, 24)) and not reasons_of(op, label, (24, 24), **top)
+    if label == "flash":
+        assert "no query sees 2 keys" in reasons_of(op, label, (20, 24), **bottom, window_left=2)
+        assert not reasons_of(op, label, (20, 24), **bottom, window_left=4)
+    else:
+        assert "no query sees 4 keys" in reasons_of(op, label, (20, 24), **top)
+        assert not reasons_of(op, label, (24, 20), **top)
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_atens_kernel_for_cpus_refuses_few_keys(op: str) -> None:
+    """Of fewer than a vector has, it takes a query that is NaN for one that sees nothing."""
+    for sizes in ((1, 3), (1, 1), (30, 15)):
+        assert f"k: {sizes[1]} keys; takes 16 or more" in reasons_of(op, "cpu", sizes)
 
 
 @pytest.mark.parametrize("causal", [False, True])

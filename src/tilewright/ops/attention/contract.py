@@ -118,6 +118,8 @@ def dropout(call: Call) -> None:
             continue
         if facts.dtype != torch.int64 or facts.shape != (size,) or not facts.contiguous:
             raise InvalidArgument(call.op, name, str(facts), f"needs int64[{size}]")
+    if call.has("offset") and not call.has("seed"):
+        raise InvalidArgument(call.op, "offset", "given without a seed", "pass both")
     name = "seed" if "seed" in call.tensors else "state"
     if call.dropout_p > 0.0 and not call.has(name):
         raise InvalidArgument(call.op, name, "None", "what is dropped needs one: int64 on the device of q")

@@ -59,12 +59,14 @@ def attention(
         o: [B, Sq, Hq, Dv] or [Tq, Hq, Dv]; with return_lse also lse, float32 [B, Hq, Sq] or [Hq, Tq].
 
     Raises:
-        InvalidArgument: as the op; also what dense and packed sequences do not share, and no seed while a CUDA graph is
-            captured, whose replays would all drop the same.
+        InvalidArgument: as the op, in the words of this function; also what dense and packed sequences do not share,
+            and no seed while a CUDA graph is captured, whose replays would all drop the same.
     """
     left, right = (-1, -1) if window is None else _pair(window)
+    if seed is None and offset is not None:
+        raise InvalidArgument("attention", "offset", "given without a seed", "pass both")
     if seed is None and dropout_p and isinstance(q, Tensor):
-        seed = _drawn(q, offset)
+        seed = _drawn(q)
     prefix_kv, prefix_lengths = _prefix(prefix_kv_len)
     options: dict[str, Any] = {
         "scale": scale,
@@ -121,9 +123,7 @@ def _prefix(length: int | Tensor | None) -> tuple[int, Tensor | None]:
     return length, None
 
 
-def _drawn(q: Tensor, offset: Tensor | None) -> Tensor:
-    if offset is not None:
-        raise InvalidArgument("attention", "offset", "given without a seed", "pass both")
+def _drawn(q: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise InvalidArgument(
             "attention",

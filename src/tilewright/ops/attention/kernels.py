@@ -10,6 +10,7 @@ from tilewright.ops.attention import configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
 _DENSE = unit_stride("q", "k", "v", "o")
 
 _CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
@@ -18,7 +19,7 @@ _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vend
 _CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)
 
 # In half precision the forward for CPUs takes a coarse exponential: lse is off by 17 ulps of float32, and gradients
-# read it.
+# read it. A gradient reads lse, which is in float32 whatever q is in.
 VENDOR_KERNELS = [
     Kernel(
         f"attention{suffix}",
@@ -30,12 +31,12 @@ VENDOR_KERNELS = [
     )
     for place, label, suffix, device, dtypes, deterministic, limits in (
         (10, "cudnn", "", cuda(90), HALVES, True, _CUDNN),
-        (10, "cudnn", "_backward", cuda(90), HALVES, False, _CUDNN),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (*_CUDNN, vendor.half)),
         (11, "flash", "", cuda(80), HALVES, True, _FLASH),
-        (11, "flash", "_backward", cuda(80), HALVES, False, _FLASH),
-        (12, "efficient", "", cuda(80), (torch.float32, *HALVES), True, _EFFICIENT),
+        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half)),
+        (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),
         (13, "cpu", "", cpu(), (torch.float32,), True, _CPU),
-        (13, "cpu", "_backward", cpu(), (torch.float32, *HALVES), True, _CPU),
+        (13, "cpu", "_backward", cpu(), FLOATS, True, _CPU),
     )
 ]
 

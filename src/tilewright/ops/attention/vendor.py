@@ -91,6 +91,11 @@ def heads_alike(call: Call) -> Iterable[Reason]:
         yield Reason("k", f"{call.k.shape[-2]} heads, while q has {call.q.shape[-2]}; takes as many")
 
 
+def half(call: Call) -> Iterable[Reason]:
+    if call.q.dtype == torch.float32:
+        yield Reason("q", "dtype fp32; takes fp16, bf16")
+
+
 def keys_to_see(call: Call) -> Iterable[Reason]:
     """A mask may hide every key of a row, which the op would average."""
     if call.has("mask"):
