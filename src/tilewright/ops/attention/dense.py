@@ -57,7 +57,7 @@ def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) ->
     seen = masks.dense(q, k, t["kv_len"], t["prefix_kv_len"], t["mask"], rules)
     place = torch.arange(k.shape[1], device=q.device)
     keep = softmax.keep_of(state, p, q.shape[2], q.shape[1], place, q.shape[0])
-    return upcast(q), upcast(k), upcast(v), seen, keep
+    return *softmax.read(q, k, v, seen), seen, keep
 
 
 def _scales(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:

@@ -92,13 +92,11 @@ def finite(found: dict[str, Any]) -> None:
 def poison(found: dict[str, Any], seen: Tensor) -> None:
     """NaN in place of keys and values that no query sees, and of q, do and dlse where a query sees nothing. `seen` is a
     mask of `masks.py`. A gradient that is one number everywhere is left as it is."""
-    rows, keys = seen.any(3), seen.any(2)
-    if keys.shape[1] > 1:
-        keys = keys.unflatten(1, (found["k"].shape[-2], -1)).any(2)
-    for name, there in {"q": rows, "k": keys, "v": keys, "do": rows, "dlse": rows}.items():
+    rows, keys = masks.used(seen, found["k"].shape[-2])
+    lse_rows = rows.squeeze(-1).transpose(1, 2)
+    for name, there in {"q": rows, "k": keys, "v": keys, "do": rows, "dlse": lse_rows}.items():
         given = found.get(name)
         if given is not None and any(given.stride()):
-            there = there if name == "dlse" else there.transpose(1, 2)[..., None]
             found[name] = torch.where(there if given.dim() == there.dim() else there[0], given, math.nan)
 
 

@@ -81,6 +81,14 @@ def dense(
     return seen if mask is None else seen & mask
 
 
+def used(seen: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys of `groups` heads some query sees: [B or 1, S, H or 1, 1] each."""
+    rows, keys = seen.any(3), seen.any(2)
+    if keys.shape[1] > 1:
+        keys = keys.unflatten(1, (groups, -1)).any(2)
+    return rows.transpose(1, 2).unsqueeze(-1), keys.transpose(1, 2).unsqueeze(-1)
+
+
 def owners(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each packed token: its sequence, its place in it, the sequence's length. Tokens behind the last sequence have
     one of their own, numbered after it."""

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from tilewright.core.op import upcast
+from tilewright.ops.attention import masks
 from tilewright.ops.residual.philox import random_words, threshold
 from tilewright.ops.residual.philox import scale as kept_scale
 
@@ -63,11 +65,20 @@ def _over_seen(equation: str, p: Tensor, x: Tensor, groups: int, seen: Tensor) -
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether all of x is known to be finite, by its sum. To wait for that costs less than four more products; while a
-    CUDA graph is captured nothing may wait."""
+    """Whether all of x is known to be finite, by its sum. To wait for that costs less than four more products; a CUDA
+    graph that is captured cannot wait, and what is traced or transformed has no value."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
     if x.device.type == "cpu" or (x.is_cuda and not torch.cuda.is_current_stream_capturing()):
-        return math.isfinite(x.sum())
+        return math.isfinite(x.detach().sum())
     return False
+
+
+def read(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in the accumulation dtype, with 0 in place of what nothing is seen of: autograd through a definition has
+    gradients of 0 there too, and what is left is finite more often than not."""
+    rows, keys = masks.used(seen, k.shape[2])
+    return torch.where(rows, upcast(q), 0.0), torch.where(keys, upcast(k), 0.0), torch.where(keys, upcast(v), 0.0)
 
 
 def keep_of(state: Tensor | None, p: float, heads: int, rows: int, place: Tensor, batch: int) -> Tensor | None:

@@ -55,7 +55,7 @@ def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) ->
     q, k, v = t["q"], t["k"], t["v"]
     seen, place = masks.packed(q.shape[0], k.shape[0], t["cu_seqlens_q"], t["cu_seqlens_k"], rules)
     keep = softmax.keep_of(state, p, q.shape[1], q.shape[0], place, 1)
-    return upcast(q)[None], upcast(k)[None], upcast(v)[None], seen, keep
+    return *softmax.read(q[None], k[None], v[None], seen), seen, keep
 
 
 def _scales(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:
