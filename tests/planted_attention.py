@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewright.core import registry
 from tilewright.core.kernel import Kernel
+from tilewright.core.op import upcast
 from tilewright.ops.attention import softmax
 
 SUMS = {"keys": "bgcij,bjgd->bigcd", "queries": "bgcij,bigcd->bjgd"}
@@ -31,9 +32,12 @@ def _runner(op: str, which: str) -> Any:
             return _right(equation, p, x, groups, seen)
         return torch.einsum(equation, p.unflatten(1, (groups, -1)), x)
 
+    def read(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return upcast(q), upcast(k), upcast(v)
+
     def run(*tensors: Any, saving: bool, **options: Any) -> list[Any]:
         declared = registry.op(op)
-        with patch.object(softmax, "_over_seen", product):
+        with patch.object(softmax, "_over_seen", product), patch.object(softmax, "read", read):
             found = declared.define(dict(zip(declared.tensors, tensors, strict=True)), options, saving)
         return [t if t is None else t.contiguous() for t in found]
 
