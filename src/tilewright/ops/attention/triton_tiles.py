@@ -69,7 +69,7 @@ def seen_by(
     if PREFIX:
         most = prefix.to(tl.int32)
         if prefix_kv_len is not None:
-            most = tl.load(prefix_kv_len + batch).to(tl.int32)
+            most = tl.minimum(tl.maximum(tl.load(prefix_kv_len + batch), 0), keys).to(tl.int32)
         high = tl.where(query < prefix_rows, tl.minimum(high, most), high)
     return low, high
 
