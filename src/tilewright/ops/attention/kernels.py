@@ -54,6 +54,23 @@ TRITON_KERNELS = [
     for op in ("attention", "varlen_attention")
 ]
 
+HOPPER_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.hopper:forward",
+        Capability(
+            (cuda(90, 90),),
+            HALVES,
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, configs.for_hopper),
+            emulated=False,
+        ),
+        configs.hopper_configs,
+        label="hopper",
+    )
+    for op in ("attention", "varlen_attention")
+]
+
 TILELANG_KERNELS = [
     Kernel(
         op,
@@ -69,4 +86,4 @@ TILELANG_KERNELS = [
     for op in ("attention", "varlen_attention")
 ]
 
-KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS]
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *TILELANG_KERNELS]
