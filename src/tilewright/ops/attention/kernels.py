@@ -6,7 +6,7 @@ import torch
 
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.attention import configs, vendor
+from tilewright.ops.attention import backward_configs, configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -53,6 +53,18 @@ TRITON_KERNELS = [
         configs.forward_configs,
     )
     for op in ("attention", "varlen_attention")
+] + [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_backward:backward",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
+        ),
+        backward_configs.backward_configs,
+    )
+    for op in ("attention_backward", "varlen_attention_backward")
 ]
 
 KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS]

@@ -1,0 +1,453 @@
+"""How Triton runs the gradients of attention and varlen_attention: three launches, and no sum that depends on timing.
+
+`attention_delta` turns what forward saved into two numbers a row: lse in powers of 2, and delta - dlse. Then P is
+exp2(S - lse) and dS is P (dP - delta + dlse) once more, in the two that follow. `attention_keys` has a tile of keys a
+program, which walks the queries of every head of their group; it works on S^T, so that P^T and dS^T are left operands
+as they come out of a product. `attention_queries` has a tile of queries, which walks keys. Tiles that a mask cuts are
+walked apart from those it leaves whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.attention import triton_tiles as shared
+from tilewright.ops.attention.backward_configs import DELTA_ROWS
+from tilewright.ops.attention.configs import width_of
+from tilewright.ops.attention.softmax import scale_of
+from tilewright.ops.attention.triton import DESCRIPTOR
+from tilewright.ops.attention.triton_tiles import kept, place_of, seen_by, seers
+
+LOG2E = tl.constexpr(shared.LOG2E)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
+def attention_delta(
+    do, o, lse, dlse, stats, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
+    lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
+    R: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """stats[0] = lse in powers of 2, and Inf where a row sees nothing, so that its weights are 0; stats[1] =
+    delta - dlse."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    mask = number < total
+    row, which = number % rows, number // rows
+    batch, head = which // heads, which % heads
+    value = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=mask, other=0.0)
+    tl.store(stats + number, tl.where(value == float("-inf"), float("inf"), value * LOG2E), mask=mask)
+    found = tl.zeros([R], tl.float32)
+    if dlse is not None:
+        found -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=mask, other=0.0)
+    if do is not None:
+        columns = tl.arange(0, DV)
+        there = mask[:, None] & (columns < V_WIDTH)[None, :]
+        at = (batch * do_batch + row * do_row + head * do_head) * UNIT
+        grad = do + at[:, None] + (columns if do_step is None else columns * do_step)[None, :]
+        at = (batch * o_batch + row * o_row + head * o_head) * UNIT
+        out = o + at[:, None] + (columns if o_step is None else columns * o_step)[None, :]
+        terms = tl.load(grad, mask=there, other=0.0).to(tl.float32) * tl.load(out, mask=there, other=0.0)
+        found += tl.sum(terms, 1)
+    tl.store(stats + apart + number, found, mask=mask)
+
+
+@triton.jit
+def tile_of(
+    at, which, first, end, row_step, step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[N, D] of one head from row `first` on, 0 past `end`. Columns are `step` apart, or side by side. A descriptor is of
+    several heads, of which this is the `which`-th."""
+    if TMA:
+        return tl.reshape(at.load([which, first, 0]), [N, D])
+    else:
+        lines, columns = tl.arange(0, N), tl.arange(0, D)
+        place = at + first * row_step + lines[:, None].to(tl.int64) * row_step
+        place += (columns if step is None else columns * step)[None, :]
+        if MASKED:
+            there = (lines < end - first)[:, None]
+            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
+        elif WIDTH == D:
+            return tl.load(place)
+        else:
+            return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def stat_of(stats, number, first, inside, TMA: tl.constexpr, M: tl.constexpr):
+    """[M] of rows from `number` + `first` on."""
+    if TMA:
+        return stats.load([(number + first).to(tl.int32)])
+    elif inside is None:
+        return tl.load(stats + number + first + tl.arange(0, M))
+    else:
+        return tl.load(stats + number + first + tl.arange(0, M), mask=inside, other=0.0)
+
+
+@triton.jit
+def walk_queries(
+    keys, values, q, do, which, stats, dk, dv, count, begin, split, resume, queries, place, there, batch,
+    left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
+    seed, offset, number, apart, first_place, limit, kept_scale,
+    MASKED: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+    DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, TMA: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`."""
+    for turn in tl.range(0, count):
+        first = begin + turn * M
+        if MASKED:
+            first = tl.where(turn < split, first, resume + (turn - split) * M)
+        rows = first + tl.arange(0, M)
+        mine = tile_of(q, which, first, queries, q_row, None, MASKED, TMA, M, D, WIDTH)
+        scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        if MASKED:
+            inside = rows < queries
+            power = stat_of(stats, number, first, inside, TMA, M)
+            low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                                BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :]) & inside[None, :]
+            if mask is not None:
+                where = mask + (rows.to(tl.int64) * mask_row)[None, :]
+                where += (place if mask_step is None else place * mask_step)[:, None]
+                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
+            p = tl.where(seen, tl.math.exp2(scores * factor - power[None, :]), 0.0)
+        else:
+            power = stat_of(stats, number, first, None, TMA, M)
+            p = tl.math.exp2(scores * factor - power[None, :])
+        if DROPS:
+            keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
+        if do is not None:
+            grad = tile_of(do, which, first, queries, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
+        if GIVES_V:
+            weights = tl.where(keep, p, 0.0) if DROPS else p
+            dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        if GIVES_K:
+            shift = stat_of(stats, number + apart, first, rows < queries if MASKED else None, TMA, M)
+            if do is not None:
+                ds = tl.dot(values, grad.T, input_precision=PRECISION)
+                if DROPS:
+                    ds = tl.where(keep, ds * kept_scale, 0.0)
+                ds = p * (ds - shift[None, :])
+            else:
+                ds = -p * shift[None, :]
+            if MASKED:
+                ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
+            dk = tl.dot(ds.to(mine.dtype), mine, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "keys", "count", "tiles", "heads", "left", "right", "prefix_rows", "prefix", "limit", "apart",
+    ]
+)  # fmt: skip
+def attention_keys(
+    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv,
+    do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
+    tiles, heads, factor, limit, kept_scale, scale, apart,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of N keys of one head."""
+    do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
+    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
+    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
+    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    program = tl.program_id(0)
+    # Tiles of one head follow each other, so that what runs at a time shares queries in the L2; the first ones, which
+    # most queries see, go first.
+    slot, unit = program % tiles.to(tl.int32), program // tiles.to(tl.int32)
+    key_heads = (heads // GROUP).to(tl.int32)
+    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    tile, first_key, length, first_query, queries = place_of(
+        slot, batch, keys, rows, None, cu_seqlens_k, cu_seqlens_q, count, 1, N
+    )
+    there = length
+    if kv_len is not None:
+        there = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), keys).to(tl.int32)
+
+    first = tile * N
+    last = tl.minimum(first + N, there)
+    place = first + tl.arange(0, N)
+    k_first = k + batch * k_batch + first_key * k_row + key_head * k_head
+    v_first = v + batch * v_batch + first_key * v_row + key_head * v_head
+    mine = tile_of(k_first, 0, first, there, k_row, None, True, False, N, D, WIDTH)
+    values = tile_of(v_first, 0, first, there, v_row, None, True, False, N, DV, V_WIDTH)
+
+    start, whole, edge, end = seers(first, last, queries, there, batch, left, right, prefix_rows, prefix,
+                                    prefix_kv_len, BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    start = tl.minimum(start, queries) // M * M
+    end = tl.where(first < there, tl.maximum(end, start), start)
+    if mask is not None:
+        whole, edge = start, start
+    else:
+        most = tl.cdiv(end, M) * M
+        whole = tl.where(last - first < N, most, tl.maximum(tl.minimum(tl.cdiv(whole, M) * M, most), start))
+        edge = tl.maximum(tl.minimum(tl.maximum(edge, 0), end) // M * M, whole)
+    before = (whole - start) // M
+    cut = before + tl.maximum(tl.cdiv(end - edge, M), 0)
+    drawn, offsets = 0, 0
+    if DROPS:
+        drawn, offsets = tl.load(state), tl.load(state + 1)
+
+    dk_tile = tl.zeros([N, D], tl.float32)
+    dv_tile = tl.zeros([N, DV], tl.float32)
+    at_q = q + batch * q_batch + first_query * q_row + key_head * GROUP * q_head
+    at_do = do
+    if do is not None:
+        at_do = do + batch * do_batch + first_query * do_row + key_head * GROUP * do_head
+    at_stats = stats
+    if TMA:
+        at_stats = tl.make_tensor_descriptor(stats, [(2 * apart).to(tl.int32)], [1], [M])
+        lines = tl.maximum(queries, 1)
+        at_q = tl.make_tensor_descriptor(at_q, [GROUP, lines, WIDTH], [q_head, q_row, 1], [1, M, D])
+        if do is not None:
+            at_do = tl.make_tensor_descriptor(at_do, [GROUP, lines, V_WIDTH], [do_head, do_row, 1], [1, M, DV])
+    for which in tl.range(0, GROUP):
+        head = key_head * GROUP + which
+        number = (batch * heads + head) * rows + first_query
+        one_q, one_do, at_mask = at_q, at_do, mask
+        if not TMA:
+            one_q = at_q + which * q_head
+            if do is not None:
+                one_do = at_do + which * do_head
+        if mask is not None:
+            at_mask = mask + batch * mask_batch + head * mask_head
+        if mask is None:
+            dk_tile, dv_tile = walk_queries(
+                mine, values, one_q, one_do, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
+                whole, 0, 0, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
+                kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None, dv is not None and do is not None,
+                TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            )  # fmt: skip
+        dk_tile, dv_tile = walk_queries(
+            mine, values, one_q, one_do, which, at_stats, dk_tile, dv_tile, cut,
+            start, before, edge, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+            at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
+            kept_scale, True, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None, dv is not None and do is not None,
+            TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        )  # fmt: skip
+
+    token = (batch * keys + first_key + place) * key_heads + key_head
+    inside = (place < length)[:, None]
+    if dk is not None:
+        columns = tl.arange(0, D)
+        store = inside if WIDTH == D else inside & (columns < WIDTH)[None, :]
+        tl.store(dk + token[:, None] * WIDTH + columns[None, :], (dk_tile * scale).to(dk.dtype.element_ty), mask=store)
+    if dv is not None:
+        if DROPS:
+            dv_tile *= kept_scale
+        columns = tl.arange(0, DV)
+        store = inside if V_WIDTH == DV else inside & (columns < V_WIDTH)[None, :]
+        tl.store(dv + token[:, None] * V_WIDTH + columns[None, :], dv_tile.to(dv.dtype.element_ty), mask=store)
+
+
+@triton.jit
+def walk_keys(
+    mine, grad, power, shift, k, v, dq, count, begin, split, resume, end, low, high, inside, mask_rows, mask_step,
+    factor, k_row, v_row, seed, offset, numbers, limit, kept_scale,
+    MASKED: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`."""
+    for turn in tl.range(0, count):
+        first = begin + turn * N
+        if MASKED:
+            first = tl.where(turn < split, first, resume + (turn - split) * N)
+        keys = tile_of(k, 0, first, end, k_row, None, MASKED, TMA, N, D, WIDTH)
+        scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        p = tl.math.exp2(scores * factor - power[:, None])
+        if MASKED:
+            place = first + tl.arange(0, N)
+            seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None]) & inside[:, None]
+            if mask_rows is not None:
+                where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
+                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
+            p = tl.where(seen, p, 0.0)
+        if grad is not None:
+            values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
+            ds = tl.dot(grad, values.T, input_precision=PRECISION)
+            if DROPS:
+                ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds * kept_scale, 0.0)
+            ds = p * (ds - shift[:, None])
+        else:
+            ds = -p * shift[:, None]
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "keys", "count", "tiles", "heads", "left", "right", "prefix_rows", "prefix", "limit",
+        "apart",
+    ]
+)  # fmt: skip
+def attention_queries(
+    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dq,
+    do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
+    tiles, heads, factor, limit, kept_scale, scale, apart,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of M queries of one head."""
+    do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
+    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
+    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
+    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    program = tl.program_id(0)
+    slot = tiles.to(tl.int32) - 1 - program % tiles.to(tl.int32)  # as in forward: the last ones see the most
+    unit = program // tiles.to(tl.int32)
+    batch, head = (unit // heads.to(tl.int32)).to(tl.int64), (unit % heads.to(tl.int32)).to(tl.int64)
+    tile, first_query, queries, first_key, there = place_of(
+        slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, 1, M
+    )
+    begin = tile * M
+    query = begin + tl.arange(0, M)
+    inside = query < queries
+    low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                        BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    q_first = q + batch * q_batch + first_query * q_row + head * q_head
+    mine = tile_of(q_first, 0, begin, queries, q_row, None, True, False, M, D, WIDTH)
+    grad = None
+    if do is not None:
+        do_first = do + batch * do_batch + first_query * do_row + head * do_head
+        grad = tile_of(do_first, 0, begin, queries, do_row, do_step, True, False, M, DV, V_WIDTH)
+    numbers = (batch * heads + head) * rows + first_query + query
+    power = tl.load(stats + numbers, mask=inside, other=0.0)
+    shift = tl.load(stats + apart + numbers, mask=inside, other=0.0)
+
+    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
+    start = tl.minimum(tl.min(tl.where(inside, low, there), 0), there) // N * N
+    end = tl.maximum(tl.minimum(tl.max(tl.where(inside, high, 0), 0), there), start)
+    if mask is not None:
+        whole, edge = start, start
+    else:
+        whole, edge = start, end // N * N
+        if LEFT:
+            whole = tl.minimum(tl.cdiv(tl.max(tl.where(inside, low, 0), 0), N), tl.cdiv(end, N)) * N
+        if RIGHT or PREFIX:
+            edge = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, there), 0), 0), end) // N * N
+        edge = tl.maximum(edge, whole)
+    before = (whole - start) // N
+    cut = before + tl.maximum(tl.cdiv(end - edge, N), 0)
+
+    key_head = head // GROUP
+    at_k = k + batch * k_batch + first_key * k_row + key_head * k_head
+    at_v = v + batch * v_batch + first_key * v_row + key_head * v_head
+    if TMA:
+        lines = tl.maximum(there, 1)
+        at_k = tl.make_tensor_descriptor(at_k, [1, lines, WIDTH], [k_row, k_row, 1], [1, N, D])
+        at_v = tl.make_tensor_descriptor(at_v, [1, lines, V_WIDTH], [v_row, v_row, 1], [1, N, DV])
+    mask_rows = None
+    if mask is not None:
+        mask_rows = mask + batch * mask_batch + head * mask_head + query.to(tl.int64) * mask_row
+    drawn, offsets = 0, 0
+    if DROPS:
+        drawn, offsets = tl.load(state), tl.load(state + 1)
+
+    total = tl.zeros([M, D], tl.float32)
+    if mask is None:
+        total = walk_keys(
+            mine, grad, power, shift, at_k, at_v, total, (edge - whole) // N, whole, 0, 0, there, low, high, inside,
+            mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, kept_scale,
+            False, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        )  # fmt: skip
+    total = walk_keys(
+        mine, grad, power, shift, at_k, at_v, total, cut, start, before, edge, there, low, high, inside,
+        mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, kept_scale,
+        True, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+    )  # fmt: skip
+
+    columns = tl.arange(0, D)
+    store = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
+    token = (batch * rows + first_query + query) * heads + head
+    out = dq + token[:, None] * WIDTH + columns[None, :]
+    tl.store(out, (total * scale).to(dq.dtype.element_ty), mask=store)
+
+
+def backward(call: Call, config: Config) -> list[Launch]:
+    """dq, dk, dv, as far as they are needed."""
+    q, k, v, do = call.q, call.k, call.v, call.do
+    batch = q.shape[0] if len(q.shape) == 4 else 1
+    lines = batch * q.shape[-2] * q.shape[-3]
+    unit = shared.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
+    apart = -(-lines // 4) * 4
+    found: dict[str, Argument] = {"stats": Scratch("stats", (2, apart)), "apart": apart}
+    upstream = {"do": do, **_strides("do", do, unit)}
+    widths = {"DV": width_of(v), "V_WIDTH": v.columns, "UNIT": unit}
+
+    args: dict[str, Argument] = {
+        **upstream, **found, "o": call.o, "lse": call.lse, "dlse": call.dlse, **_strides("o", call.o, unit),
+        **_row_strides("lse", call.lse), **_row_strides("dlse", call.dlse),
+        "rows": q.shape[-3], "heads": q.shape[-2], "total": lines,
+    }  # fmt: skip
+    programs = -(-lines // DELTA_ROWS)
+    stages = [Launch(attention_delta, (programs, 1, 1), args, {**widths, "R": DELTA_ROWS}, {"num_warps": 4})]
+
+    drops = call.dropout_p > 0.0
+    inputs: dict[str, Argument] = {
+        **upstream, **found, "q": q, "k": k, "v": v, "state": call.state if drops else None,
+        **shared.strides(q, unit), **shared.strides(k, unit), **shared.strides(v, unit),
+        **shared.mask_arguments(call), **_numbers(call), "heads": q.shape[-2],
+    }  # fmt: skip
+    constants = {
+        **shared.mask_constants(call), **widths, "DROPS": drops, "D": width_of(q), "WIDTH": q.columns,
+        "GROUP": shared.heads_of(call)["group"], "PRECISION": shared.precision(call),
+    }  # fmt: skip
+
+    def launch(function: Any, tiles: int, heads: int, prefix: str, **outputs: TensorFacts | None) -> Launch:
+        sizes = {"M": config[f"{prefix}m"], "N": config[f"{prefix}n"], "TMA": bool(config.tma)}
+        options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
+        programs = tiles * batch * heads
+        workspace = Scratch(f"{prefix}descriptors", (programs * 3 * DESCRIPTOR,), torch.uint8) if config.tma else None
+        given = {**inputs, **outputs, "tiles": tiles}
+        return Launch(function, (programs, 1, 1), given, {**constants, **sizes}, options, workspace=workspace)
+
+    if call.has("dk") or call.has("dv"):
+        tiles = _key_tiles(call, config.k_n)
+        stages.append(launch(attention_keys, tiles, k.shape[-2], "k_", dk=call.dk, dv=call.dv))
+    if call.has("dq"):
+        tiles = shared.tiles_of(call, config.q_m, 1)
+        stages.append(launch(attention_queries, tiles, q.shape[-2], "q_", dq=call.dq))
+    return stages
+
+
+def _key_tiles(call: Call, n: int) -> int:
+    keys: int = call.k.shape[-3]
+    if "cu_seqlens_k" in call.tensors:
+        return keys // n + int(call.cu_seqlens_k.shape[0])
+    return -(-keys // n)
+
+
+def _numbers(call: Call) -> dict[str, Argument]:
+    """The scale with its sign, of scores in powers of 2 and of gradients."""
+    scale = scale_of(call.scale, call.q.columns)
+    return {**shared.number_arguments(call), "factor": scale * shared.LOG2E, "scale": scale}
+
+
+def _strides(name: str, facts: TensorFacts | None, unit: int) -> dict[str, Argument]:
+    """Of a gradient or of o, whose columns need not lie side by side."""
+    if facts is None:
+        return {f"{name}_{which}": 0 for which in ("batch", "row", "head")} | {f"{name}_step": None}
+    step = facts.column_stride
+    return {**shared.strides(facts, unit), f"{name}_step": None if step == 1 else step}
+
+
+def _row_strides(name: str, facts: TensorFacts | None) -> dict[str, Argument]:
+    """Of [B, H, S] or [H, T]."""
+    batch, head, row = (0, 0, 0) if facts is None else (0, *facts.stride)[-3:]
+    return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_row": row}
