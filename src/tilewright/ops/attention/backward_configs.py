@@ -6,16 +6,25 @@ where it owns queries (dq); `tma` 1 where what is walked comes through descripto
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
 from tilewright.ops.attention.configs import Shape, by_descriptor, width_of
 from tilewright.ops.configs import power_of_2_at_least, shared_bytes
 
 Pair = tuple[Shape, Shape]
 """Queries, keys, warps and stages of a program that owns keys, and of one that owns queries."""
 
+FUSED: dict[int, tuple[Shape, ...]] = {
+    64: ((64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 3), (64, 128, 4, 2)),
+    128: ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 8, 1)),
+    256: ((32, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 2)),
+}
+"""Of one program that owns keys and adds to dq, by the width of a head."""
 DELTA_ROWS = 32
 """Rows a program of the first launch."""
 GROUPS: dict[int, tuple[Pair, ...]] = {
@@ -61,12 +70,40 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def _fitted(call: Call, shape: Shape, owned: int) -> Shape:
-    """With as many stages as fit in shared memory beside what a program owns, of which 0 says that none does."""
+def fused_configs(call: Call) -> tuple[Config, ...]:
+    """Where dq is summed in memory."""
+    wide = max(64, width_of(call.q), width_of(call.v))
+    rows, keys = power_of_2_at_least(call.q.shape[-3]), power_of_2_at_least(call.k.shape[-3])
+    if call.q.dtype == torch.float32 and call.device.is_gpu:
+        wanted: tuple[Shape, ...] = tuple(owner for owner, _ in SINGLE[wide])
+    else:
+        groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
+        wanted = FUSED[wide] if groups else tuple(owner for owner, _ in OTHERS[wide])
+    found: dict[Config, None] = {}
+    for shape in (*wanted, SMALLEST[0]):
+        m, n, warps, stages = _fitted(call, shape, 1, m_n=call.q.dtype.itemsize, m_wide=4)
+        if not stages or (shape == SMALLEST[0] and found):
+            continue
+        m, n = min(m, max(16, rows)), min(n, max(16, keys))
+        for tma in (1, 0) if _by_descriptor(call) else (0,):
+            found[Config(k_m=m, k_n=n, k_warps=warps, k_stages=stages, tma=tma)] = None
+    return tuple(found)
+
+
+def all_needed(call: Call) -> Iterable[Reason]:
+    """What finds dq on the way to dk and dv has nothing to gain without."""
+    if not (call.has("dq") and (call.has("dk") or call.has("dv"))):
+        yield Reason("needs", "not both dq and one of dk and dv; this kernel finds them together", "use the one without label")
+
+
+def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0) -> Shape:
+    """With as many stages as fit in shared memory beside what a program owns, of which 0 says that none does. What else
+    it holds: `m_n` bytes of each pair, `m_wide` of each number of a row."""
     m, n, warps, stages = shape
     size = call.q.dtype.itemsize * (width_of(call.q) + width_of(call.v))
     mine, walked = (n, m) if owned else (m, n)
     room = shared_bytes(call.device) - (mine * size if call.device.kind != "hip" else 0)
+    room -= m * n * m_n + m * width_of(call.q) * m_wide
     return m, n, warps, max(0, min(stages, room // (walked * size)))
 
 

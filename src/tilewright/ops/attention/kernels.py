@@ -57,14 +57,20 @@ TRITON_KERNELS = [
     Kernel(
         op,
         "triton",
-        f"{_HERE}.triton_backward:backward",
+        f"{_HERE}.triton_backward:{function}",
         Capability(
             (cuda(80), hip("gfx942")),
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, *limits),
+            deterministic=deterministic,
         ),
-        backward_configs.backward_configs,
+        found,
+        label=label,
     )
     for op in ("attention_backward", "varlen_attention_backward")
+    for function, found, label, deterministic, limits in (
+        ("backward", backward_configs.backward_configs, "", True, ()),
+        ("fused", backward_configs.fused_configs, "fused", False, (backward_configs.all_needed,)),
+    )
 ]
 
 KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS]

@@ -29,12 +29,12 @@ LOG2E = tl.constexpr(shared.LOG2E)
 
 @triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
 def attention_delta(
-    do, o, lse, dlse, stats, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
+    do, o, lse, dlse, stats, dq_sum, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
-    R: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """stats[0] = lse in powers of 2, and Inf where a row sees nothing, so that its weights are 0; stats[1] =
-    delta - dlse."""
+    delta - dlse. dq_sum, where it is given, begins with 0."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     mask = number < total
     row, which = number % rows, number // rows
@@ -54,6 +54,9 @@ def attention_delta(
         terms = tl.load(grad, mask=there, other=0.0).to(tl.float32) * tl.load(out, mask=there, other=0.0)
         found += tl.sum(terms, 1)
     tl.store(stats + apart + number, found, mask=mask)
+    if dq_sum is not None:
+        at = dq_sum + number[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(at, tl.zeros([R, D], tl.float32), mask=mask[:, None])
 
 
 @triton.jit
@@ -91,7 +94,7 @@ def stat_of(stats, number, first, inside, TMA: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def walk_queries(
-    keys, values, q, do, which, stats, dk, dv, count, begin, split, resume, queries, place, there, batch,
+    keys, values, q, do, dq_sum, which, stats, dk, dv, count, begin, split, resume, queries, place, there, batch,
     left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
     seed, offset, number, apart, first_place, limit, kept_scale,
     MASKED: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
@@ -99,20 +102,28 @@ def walk_queries(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`."""
-    for turn in tl.range(0, count):
+    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`.
+
+    Both products that P waits for come first, so that tensor cores are busy with those of P while dS is worked out.
+    """
+    for turn in tl.range(0, count, disable_licm=MASKED or dq_sum is not None):
         first = begin + turn * M
         if MASKED:
             first = tl.where(turn < split, first, resume + (turn - split) * M)
         rows = first + tl.arange(0, M)
         mine = tile_of(q, which, first, queries, q_row, None, MASKED, TMA, M, D, WIDTH)
         scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        if do is not None:
+            grad = tile_of(do, which, first, queries, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
+            if GIVES_K:
+                ds = tl.dot(values, grad.T, input_precision=PRECISION)
         if MASKED:
             inside = rows < queries
             power = stat_of(stats, number, first, inside, TMA, M)
             low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                                 BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
-            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :]) & inside[None, :]
+            high = tl.where(inside, high, 0)
+            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
             if mask is not None:
                 where = mask + (rows.to(tl.int64) * mask_row)[None, :]
                 where += (place if mask_step is None else place * mask_step)[:, None]
@@ -123,15 +134,12 @@ def walk_queries(
             p = tl.math.exp2(scores * factor - power[None, :])
         if DROPS:
             keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
-        if do is not None:
-            grad = tile_of(do, which, first, queries, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
         if GIVES_V:
             weights = tl.where(keep, p, 0.0) if DROPS else p
             dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
         if GIVES_K:
             shift = stat_of(stats, number + apart, first, rows < queries if MASKED else None, TMA, M)
             if do is not None:
-                ds = tl.dot(values, grad.T, input_precision=PRECISION)
                 if DROPS:
                     ds = tl.where(keep, ds * kept_scale, 0.0)
                 ds = p * (ds - shift[None, :])
@@ -139,7 +147,15 @@ def walk_queries(
                 ds = -p * shift[None, :]
             if MASKED:
                 ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
-            dk = tl.dot(ds.to(mine.dtype), mine, dk, input_precision=PRECISION)
+            narrow = ds.to(mine.dtype)
+            dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
+            if dq_sum is not None:
+                part = tl.dot(narrow.T, keys, input_precision=PRECISION)
+                if TMA:
+                    dq_sum.atomic_add([which, first, 0], tl.reshape(part, [1, M, D]))
+                else:
+                    at = dq_sum + (number + rows)[:, None] * D + tl.arange(0, D)[None, :]
+                    tl.atomic_add(at, part, mask=(rows < queries)[:, None], sem="relaxed")
     return dk, dv
 
 
@@ -149,7 +165,7 @@ def walk_queries(
     ]
 )  # fmt: skip
 def attention_keys(
-    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv,
+    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv, dq_sum,
     do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
@@ -157,7 +173,7 @@ def attention_keys(
     TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys of one head."""
+    """dk and dv of N keys of one head. Where `dq_sum` is given, what they add to dq is added to it."""
     do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
     q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
     k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
@@ -205,8 +221,13 @@ def attention_keys(
     at_do = do
     if do is not None:
         at_do = do + batch * do_batch + first_query * do_row + key_head * GROUP * do_head
-    at_stats = stats
+    at_stats, at_sum = stats, dq_sum
     if TMA:
+        if dq_sum is not None:
+            at_sum = dq_sum + ((batch * heads + key_head * GROUP) * rows + first_query) * D
+            at_sum = tl.make_tensor_descriptor(
+                at_sum, [GROUP, tl.maximum(queries, 1), D], [rows.to(tl.int64) * D, D, 1], [1, M, D]
+            )
         at_stats = tl.make_tensor_descriptor(stats, [(2 * apart).to(tl.int32)], [1], [M])
         lines = tl.maximum(queries, 1)
         at_q = tl.make_tensor_descriptor(at_q, [GROUP, lines, WIDTH], [q_head, q_row, 1], [1, M, D])
@@ -224,17 +245,19 @@ def attention_keys(
             at_mask = mask + batch * mask_batch + head * mask_head
         if mask is None:
             dk_tile, dv_tile = walk_queries(
-                mine, values, one_q, one_do, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
+                mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
                 whole, 0, 0, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                 at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
-                kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None, dv is not None and do is not None,
+                kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
+                dv is not None and do is not None,
                 TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
-            mine, values, one_q, one_do, which, at_stats, dk_tile, dv_tile, cut,
+            mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, cut,
             start, before, edge, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
             at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
-            kept_scale, True, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None, dv is not None and do is not None,
+            kept_scale, True, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
+                dv is not None and do is not None,
             TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
 
@@ -266,6 +289,9 @@ def walk_keys(
             first = tl.where(turn < split, first, resume + (turn - split) * N)
         keys = tile_of(k, 0, first, end, k_row, None, MASKED, TMA, N, D, WIDTH)
         scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        if grad is not None:
+            values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
+            ds = tl.dot(grad, values.T, input_precision=PRECISION)
         p = tl.math.exp2(scores * factor - power[:, None])
         if MASKED:
             place = first + tl.arange(0, N)
@@ -275,8 +301,6 @@ def walk_keys(
                 seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
             p = tl.where(seen, p, 0.0)
         if grad is not None:
-            values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
-            ds = tl.dot(grad, values.T, input_precision=PRECISION)
             if DROPS:
                 ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds * kept_scale, 0.0)
             ds = p * (ds - shift[:, None])
@@ -379,58 +403,95 @@ def attention_queries(
     tl.store(out, (total * scale).to(dq.dtype.element_ty), mask=store)
 
 
+@triton.jit(do_not_specialize=["rows", "heads", "total"])
+def attention_finish(
+    dq_sum, dq, scale, rows, heads, total, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """dq, from rows of heads to heads of rows."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    columns = tl.arange(0, D)
+    mask = (number < total)[:, None] & (columns < WIDTH)[None, :]
+    found = tl.load(dq_sum + number[:, None] * D + columns[None, :], mask=mask, other=0.0)
+    row, which = number % rows, number // rows
+    token = (which // heads * rows + row) * heads + which % heads
+    tl.store(dq + token[:, None] * WIDTH + columns[None, :], (found * scale).to(dq.dtype.element_ty), mask=mask)
+
+
 def backward(call: Call, config: Config) -> list[Launch]:
-    """dq, dk, dv, as far as they are needed."""
-    q, k, v, do = call.q, call.k, call.v, call.do
-    batch = q.shape[0] if len(q.shape) == 4 else 1
-    lines = batch * q.shape[-2] * q.shape[-3]
-    unit = shared.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
-    apart = -(-lines // 4) * 4
-    found: dict[str, Argument] = {"stats": Scratch("stats", (2, apart)), "apart": apart}
-    upstream = {"do": do, **_strides("do", do, unit)}
-    widths = {"DV": width_of(v), "V_WIDTH": v.columns, "UNIT": unit}
-
-    args: dict[str, Argument] = {
-        **upstream, **found, "o": call.o, "lse": call.lse, "dlse": call.dlse, **_strides("o", call.o, unit),
-        **_row_strides("lse", call.lse), **_row_strides("dlse", call.dlse),
-        "rows": q.shape[-3], "heads": q.shape[-2], "total": lines,
-    }  # fmt: skip
-    programs = -(-lines // DELTA_ROWS)
-    stages = [Launch(attention_delta, (programs, 1, 1), args, {**widths, "R": DELTA_ROWS}, {"num_warps": 4})]
-
-    drops = call.dropout_p > 0.0
-    inputs: dict[str, Argument] = {
-        **upstream, **found, "q": q, "k": k, "v": v, "state": call.state if drops else None,
-        **shared.strides(q, unit), **shared.strides(k, unit), **shared.strides(v, unit),
-        **shared.mask_arguments(call), **_numbers(call), "heads": q.shape[-2],
-    }  # fmt: skip
-    constants = {
-        **shared.mask_constants(call), **widths, "DROPS": drops, "D": width_of(q), "WIDTH": q.columns,
-        "GROUP": shared.heads_of(call)["group"], "PRECISION": shared.precision(call),
-    }  # fmt: skip
-
-    def launch(function: Any, tiles: int, heads: int, prefix: str, **outputs: TensorFacts | None) -> Launch:
-        sizes = {"M": config[f"{prefix}m"], "N": config[f"{prefix}n"], "TMA": bool(config.tma)}
-        options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
-        programs = tiles * batch * heads
-        workspace = Scratch(f"{prefix}descriptors", (programs * 3 * DESCRIPTOR,), torch.uint8) if config.tma else None
-        given = {**inputs, **outputs, "tiles": tiles}
-        return Launch(function, (programs, 1, 1), given, {**constants, **sizes}, options, workspace=workspace)
-
+    """dq, dk, dv, as far as they are needed: three launches, of which two find P."""
+    common = _Common(call)
+    stages = [common.delta(None)]
     if call.has("dk") or call.has("dv"):
-        tiles = _key_tiles(call, config.k_n)
-        stages.append(launch(attention_keys, tiles, k.shape[-2], "k_", dk=call.dk, dv=call.dv))
+        stages.append(common.keys(config, None))
     if call.has("dq"):
         tiles = shared.tiles_of(call, config.q_m, 1)
-        stages.append(launch(attention_queries, tiles, q.shape[-2], "q_", dq=call.dq))
+        stages.append(common.launch(attention_queries, config, "q_", tiles, call.q.shape[-2], 2, dq=call.dq))
     return stages
 
 
-def _key_tiles(call: Call, n: int) -> int:
-    keys: int = call.k.shape[-3]
-    if "cu_seqlens_k" in call.tensors:
-        return keys // n + int(call.cu_seqlens_k.shape[0])
-    return -(-keys // n)
+def fused(call: Call, config: Config) -> list[Launch]:
+    """The same, where P is found once, and dq is summed in memory in the order of arrival."""
+    common = _Common(call)
+    total = Scratch("dq_sum", (common.lines, width_of(call.q)))
+    args: dict[str, Argument] = {"dq_sum": total, "dq": call.dq, "scale": scale_of(call.scale, call.q.columns)}
+    args |= {"rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": common.lines}
+    constants = {"R": DELTA_ROWS, "D": width_of(call.q), "WIDTH": call.q.columns}
+    finish = Launch(attention_finish, (-(-common.lines // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4})
+    return [common.delta(total), common.keys(config, total), finish]
+
+
+class _Common:
+    """What the launches of one call share."""
+
+    def __init__(self, call: Call) -> None:
+        q, k, v, do = call.q, call.k, call.v, call.do
+        self.call = call
+        self.batch = q.shape[0] if len(q.shape) == 4 else 1
+        self.lines = self.batch * q.shape[-2] * q.shape[-3]
+        self.unit = shared.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
+        apart = -(-self.lines // 4) * 4
+        self.found: dict[str, Argument] = {
+            "do": do, **_strides("do", do, self.unit), "stats": Scratch("stats", (2, apart)), "apart": apart,
+        }  # fmt: skip
+        self.widths = {"D": width_of(q), "DV": width_of(v), "V_WIDTH": v.columns, "UNIT": self.unit}
+        drops = call.dropout_p > 0.0
+        self.inputs: dict[str, Argument] = {
+            **self.found, "q": q, "k": k, "v": v, "state": call.state if drops else None, "heads": q.shape[-2],
+            **shared.strides(q, self.unit), **shared.strides(k, self.unit), **shared.strides(v, self.unit),
+            **shared.mask_arguments(call), **_numbers(call),
+        }  # fmt: skip
+        self.constants = {
+            **shared.mask_constants(call), **self.widths, "DROPS": drops, "WIDTH": q.columns,
+            "GROUP": shared.heads_of(call)["group"], "PRECISION": shared.precision(call),
+        }  # fmt: skip
+
+    def delta(self, dq_sum: Scratch | None) -> Launch:
+        call = self.call
+        args: dict[str, Argument] = {
+            **self.found, "o": call.o, "lse": call.lse, "dlse": call.dlse, "dq_sum": dq_sum,
+            **_strides("o", call.o, self.unit), **_row_strides("lse", call.lse), **_row_strides("dlse", call.dlse),
+            "rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": self.lines,
+        }  # fmt: skip
+        programs = -(-self.lines // DELTA_ROWS)
+        return Launch(attention_delta, (programs, 1, 1), args, {**self.widths, "R": DELTA_ROWS}, {"num_warps": 4})
+
+    def keys(self, config: Config, dq_sum: Scratch | None) -> Launch:
+        call, n = self.call, config.k_n
+        count = call.k.shape[-3]
+        tiles = count // n + call.cu_seqlens_k.shape[0] if "cu_seqlens_k" in call.tensors else -(-count // n)
+        outputs = {"dk": call.dk, "dv": call.dv, "dq_sum": dq_sum}
+        return self.launch(attention_keys, config, "k_", tiles, call.k.shape[-2], 4, **outputs)
+
+    def launch(
+        self, function: Any, config: Config, prefix: str, tiles: int, heads: int, descriptors: int, **outputs: Argument
+    ) -> Launch:
+        sizes = {"M": config[f"{prefix}m"], "N": config[f"{prefix}n"], "TMA": bool(config.tma)}
+        options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
+        programs, workspace = tiles * self.batch * heads, None
+        if config.tma:
+            workspace = Scratch(f"{prefix}descriptors", (programs * descriptors * DESCRIPTOR,), torch.uint8)
+        given = {**self.inputs, **outputs, "tiles": tiles}
+        return Launch(function, (programs, 1, 1), given, {**self.constants, **sizes}, options, workspace=workspace)
 
 
 def _numbers(call: Call) -> dict[str, Argument]:
