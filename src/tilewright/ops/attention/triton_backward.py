@@ -33,14 +33,16 @@ def attention_delta(
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
     R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """stats[0] = lse in powers of 2, and Inf where a row sees nothing, so that its weights are 0; stats[1] =
+    """stats[0] = lse, of half precision in powers of 2, and Inf where a row sees nothing, so that its weights are 0; stats[1] =
     delta - dlse. dq_sum, where it is given, begins with 0."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     mask = number < total
     row, which = number % rows, number // rows
     batch, head = which // heads, which % heads
     value = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=mask, other=0.0)
-    tl.store(stats + number, tl.where(value == float("-inf"), float("inf"), value * LOG2E), mask=mask)
+    if o.dtype.element_ty != tl.float32:
+        value *= LOG2E
+    tl.store(stats + number, tl.where(value == float("-inf"), float("inf"), value), mask=mask)
     found = tl.zeros([R], tl.float32)
     if dlse is not None:
         found -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=mask, other=0.0)
@@ -79,6 +81,15 @@ def tile_of(
             return tl.load(place)
         else:
             return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def weights_of(scores, power, factor, dtype: tl.constexpr):
+    """P. In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
+    if dtype == tl.float32:
+        return tl.math.exp2((scores * factor - power) * LOG2E)
+    else:
+        return tl.math.exp2(scores * factor - power)
 
 
 @triton.jit
@@ -128,10 +139,10 @@ def walk_queries(
                 where = mask + (rows.to(tl.int64) * mask_row)[None, :]
                 where += (place if mask_step is None else place * mask_step)[:, None]
                 seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
-            p = tl.where(seen, tl.math.exp2(scores * factor - power[None, :]), 0.0)
+            p = tl.where(seen, weights_of(scores, power[None, :], factor, mine.dtype), 0.0)
         else:
             power = stat_of(stats, number, first, None, TMA, M)
-            p = tl.math.exp2(scores * factor - power[None, :])
+            p = weights_of(scores, power[None, :], factor, mine.dtype)
         if DROPS:
             keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
         if GIVES_V:
@@ -262,12 +273,14 @@ def attention_keys(
         )  # fmt: skip
 
     token = (batch * keys + first_key + place) * key_heads + key_head
-    inside = (place < length)[:, None]
+    inside, real = (place < length)[:, None], (place < there)[:, None]  # no weight times NaN is not 0
     if dk is not None:
+        dk_tile = tl.where(real, dk_tile, 0.0)
         columns = tl.arange(0, D)
         store = inside if WIDTH == D else inside & (columns < WIDTH)[None, :]
         tl.store(dk + token[:, None] * WIDTH + columns[None, :], (dk_tile * scale).to(dk.dtype.element_ty), mask=store)
     if dv is not None:
+        dv_tile = tl.where(real, dv_tile, 0.0)
         if DROPS:
             dv_tile *= kept_scale
         columns = tl.arange(0, DV)
@@ -292,7 +305,7 @@ def walk_keys(
         if grad is not None:
             values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
             ds = tl.dot(grad, values.T, input_precision=PRECISION)
-        p = tl.math.exp2(scores * factor - power[:, None])
+        p = weights_of(scores, power[:, None], factor, keys.dtype)
         if MASKED:
             place = first + tl.arange(0, N)
             seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None]) & inside[:, None]
@@ -495,9 +508,10 @@ class _Common:
 
 
 def _numbers(call: Call) -> dict[str, Argument]:
-    """The scale with its sign, of scores in powers of 2 and of gradients."""
+    """The scale with its sign, of scores and of gradients."""
     scale = scale_of(call.scale, call.q.columns)
-    return {**shared.number_arguments(call), "factor": scale * shared.LOG2E, "scale": scale}
+    factor = scale if call.q.dtype == torch.float32 else scale * shared.LOG2E
+    return {**shared.number_arguments(call), "factor": factor, "scale": scale}
 
 
 def _strides(name: str, facts: TensorFacts | None, unit: int) -> dict[str, Argument]:
