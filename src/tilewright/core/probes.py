@@ -38,8 +38,9 @@ class Probes:
     option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
     `long` names sizes that are numbers of rows, which checks cut to what fits.
     `varied` are sets of named sizes worth telling apart from the usual ones (head dimensions, heads in groups).
-    `flat`: M is exactly one dimension, whatever leading shape is asked for. `small` makes an extent that a check can
-    bear of one that it cannot, where the work is more than the memory of the tensors (attention).
+    `flat`: M is exactly one dimension, whatever leading shape is asked for, and may stand behind others. `small` makes
+    an extent that a check can bear of one that it cannot, where the work is more than the memory of the tensors
+    (attention).
     """
 
     dims: Mapping[str, str]
@@ -98,7 +99,9 @@ class Probes:
                 continue
             many = len(shape) - len(words) + 1  # leading dimensions
             if "M" in words:
-                lead, words, shape = shape[:many], words[1:], shape[many:]
+                place = words.index("M")
+                lead, words = shape[place : place + many], words[:place] + words[place + 1 :]
+                shape = shape[:place] + shape[place + many :]
             for word, size in zip(words, shape, strict=True):
                 if word.endswith("C"):
                     columns = size // int(word[:-1] or 1)
@@ -134,7 +137,7 @@ class Probes:
             for place, word in enumerate(dims.split()):
                 known = word in ("C", *self.sizes) or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
                 known = known or ("*" in word and all(factor in ("M", *self.sizes) for factor in word.split("*")))
-                if not known and (word != "M" or place):
+                if not known and (word != "M" or (place and not self.flat)):
                     names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')
         return found

@@ -22,7 +22,7 @@ Pair = tuple[Shape, Shape]
 FUSED: dict[int, tuple[Shape, ...]] = {
     64: ((64, 128, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 3), (64, 128, 4, 2)),
     128: ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 128, 8, 1)),
-    256: ((64, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 2)),
+    256: ((64, 64, 8, 1), (64, 64, 8, 2), (64, 32, 8, 2)),
 }
 """Of one program that owns keys and adds to dq, by the width of a head."""
 DELTA_ROWS = 32
@@ -34,7 +34,7 @@ GROUPS: dict[int, tuple[Pair, ...]] = {
 }
 """By the width of a head, where products are of whole warp groups (Hopper and later)."""
 OTHERS: dict[int, tuple[Pair, ...]] = {
-    64: (((64, 64, 4, 2), (64, 64, 4, 2)), ((64, 128, 8, 2), (128, 64, 8, 2))),
+    64: (((32, 64, 4, 2), (64, 64, 4, 2)), ((64, 64, 4, 2), (64, 64, 4, 2)), ((64, 128, 8, 2), (128, 64, 8, 2))),
     128: (((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
     256: (((16, 32, 8, 1), (32, 16, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
 }
@@ -93,7 +93,17 @@ def fused_configs(call: Call) -> tuple[Config, ...]:
 def all_needed(call: Call) -> Iterable[Reason]:
     """What finds dq on the way to dk and dv has nothing to gain without."""
     if not (call.has("dq") and (call.has("dk") or call.has("dv"))):
-        yield Reason("needs", "not both dq and one of dk and dv; this kernel finds them together", "use the one without label")
+        yield Reason(
+            "needs", "not both dq and one of dk and dv; this kernel finds them together", "use the one without label"
+        )
+
+
+def no_tensor_memory(call: Call) -> Iterable[Reason]:
+    """Accumulators of all five products are more tensor memory than Triton 3.6 finds: it compiles them to a trap."""
+    if call.device.kind == "cuda" and 100 <= call.device.sm < 120:
+        yield Reason(
+            "device", f"{call.device}; this kernel holds more than its tensor memory", "use the one without label"
+        )
 
 
 def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0) -> Shape:

@@ -50,7 +50,7 @@ def _starts(shape: tuple[int, ...], generator: torch.Generator, device: Any, siz
 
 
 def _gradient(shape: tuple[int, ...], generator: torch.Generator, device: Any, sizes: Mapping[str, int]) -> Tensor:
-    """Of lse, with its dimensions still the other way round."""
+    """Of lse."""
     return torch.randn(shape, generator=generator, device=device)
 
 
@@ -77,7 +77,7 @@ def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     given = (found[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     found["o"], found["lse"] = varlen_attention.reference(*given, seed, offset, **asked)
     if found["dlse"] is not None:
-        found["dlse"] = found["dlse"].to(found["lse"].dtype).t()
+        found["dlse"] = found["dlse"].to(found["lse"].dtype)
 
 
 _DIMS = {"q": "M Hq D", "k": "C Hkv D", "v": "C Hkv Dv", "cu_seqlens_q": "N1", "cu_seqlens_k": "N1"}
@@ -99,8 +99,7 @@ FORWARD = Probes(
 )
 
 BACKWARD = Probes(
-    # lse and its gradient are [Hq, Tq], which `derive` makes them; what the sizes are, q says, which comes last
-    dims={"lse": "M Hq", "dlse": "M Hq", "do": "M Hq Dv", "o": "M Hq Dv", "state": "2", **_DIMS},
+    dims={"lse": "Hq M", "dlse": "Hq M", "do": "M Hq Dv", "o": "M Hq Dv", "state": "2", **_DIMS},
     options=(*OPTIONS, *({"needs": needs} for needs in ((True, False, False), (False, True, True)))),
     absent=(("dlse",), (), ("do",)),
     sizes=SIZES,

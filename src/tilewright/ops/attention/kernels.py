@@ -69,7 +69,13 @@ TRITON_KERNELS = [
     for op in ("attention_backward", "varlen_attention_backward")
     for function, found, label, deterministic, limits in (
         ("backward", backward_configs.backward_configs, "", True, ()),
-        ("fused", backward_configs.fused_configs, "fused", False, (backward_configs.all_needed,)),
+        (
+            "fused",
+            backward_configs.fused_configs,
+            "fused",
+            False,
+            (backward_configs.all_needed, backward_configs.no_tensor_memory),
+        ),
     )
 ]
 

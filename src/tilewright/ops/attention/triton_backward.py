@@ -1,10 +1,11 @@
-"""How Triton runs the gradients of attention and varlen_attention: three launches, and no sum that depends on timing.
+"""How Triton runs the gradients of attention and varlen_attention. The walks of its programs are in
+`triton_backward_walks`.
 
-`attention_delta` turns what forward saved into two numbers a row: lse in powers of 2, and delta - dlse. Then P is
-exp2(S - lse) and dS is P (dP - delta + dlse) once more, in the two that follow. `attention_keys` has a tile of keys a
-program, which walks the queries of every head of their group; it works on S^T, so that P^T and dS^T are left operands
-as they come out of a product. `attention_queries` has a tile of queries, which walks keys. Tiles that a mask cuts are
-walked apart from those it leaves whole.
+`attention_delta` turns what forward saved into two numbers a row: lse and delta - dlse. P is exp(S - lse) and dS is
+P (dP - delta + dlse) once more, in the two that follow. `attention_keys` has a tile of keys a program, which walks the
+queries of every head of their group; it works on S^T, so that P^T and dS^T are left operands as they come out of a
+product. `attention_queries` has a tile of queries, which walks keys. Tiles that a mask cuts are walked apart from those
+that it leaves whole. No sum depends on timing; in the fused form, `attention_keys` adds to dq in memory, in any order.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from tilewright.ops.attention.backward_configs import DELTA_ROWS
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton import DESCRIPTOR
-from tilewright.ops.attention.triton_tiles import kept, place_of, seen_by, seers
-
-LOG2E = tl.constexpr(shared.LOG2E)
+from tilewright.ops.attention.triton_backward_walks import LOG2E, tile_of, walk_keys, walk_queries
+from tilewright.ops.attention.triton_tiles import place_of, seen_by, seers
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
@@ -33,13 +33,16 @@ def attention_delta(
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
     R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """stats[0] = lse, of half precision in powers of 2, and Inf where a row sees nothing, so that its weights are 0; stats[1] =
-    delta - dlse. dq_sum, where it is given, begins with 0."""
+    """stats[0] = lse, of half precision in powers of 2, and Inf where a row sees nothing, so that its weights are 0;
+    stats[1] = delta - dlse. dq_sum, where it is given, begins with 0."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     mask = number < total
     row, which = number % rows, number // rows
     batch, head = which // heads, which % heads
     value = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=mask, other=0.0)
+    # Where scores are so large that their rounding is more than 1, lse is raised by more than that: weights that should
+    # be 1 are lost, as they are in any case, but none is beyond 1 by orders of magnitude.
+    value += tl.where(tl.abs(value) > 16777216.0, tl.abs(value) * 9.5367431640625e-07, 0.0)
     if o.dtype.element_ty != tl.float32:
         value *= LOG2E
     tl.store(stats + number, tl.where(value == float("-inf"), float("inf"), value), mask=mask)
@@ -61,115 +64,6 @@ def attention_delta(
         tl.store(at, tl.zeros([R, D], tl.float32), mask=mask[:, None])
 
 
-@triton.jit
-def tile_of(
-    at, which, first, end, row_step, step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """[N, D] of one head from row `first` on, 0 past `end`. Columns are `step` apart, or side by side. A descriptor is of
-    several heads, of which this is the `which`-th."""
-    if TMA:
-        return tl.reshape(at.load([which, first, 0]), [N, D])
-    else:
-        lines, columns = tl.arange(0, N), tl.arange(0, D)
-        place = at + first * row_step + lines[:, None].to(tl.int64) * row_step
-        place += (columns if step is None else columns * step)[None, :]
-        if MASKED:
-            there = (lines < end - first)[:, None]
-            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
-        elif WIDTH == D:
-            return tl.load(place)
-        else:
-            return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def weights_of(scores, power, factor, dtype: tl.constexpr):
-    """P. In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
-    if dtype == tl.float32:
-        return tl.math.exp2((scores * factor - power) * LOG2E)
-    else:
-        return tl.math.exp2(scores * factor - power)
-
-
-@triton.jit
-def stat_of(stats, number, first, inside, TMA: tl.constexpr, M: tl.constexpr):
-    """[M] of rows from `number` + `first` on."""
-    if TMA:
-        return stats.load([(number + first).to(tl.int32)])
-    elif inside is None:
-        return tl.load(stats + number + first + tl.arange(0, M))
-    else:
-        return tl.load(stats + number + first + tl.arange(0, M), mask=inside, other=0.0)
-
-
-@triton.jit
-def walk_queries(
-    keys, values, q, do, dq_sum, which, stats, dk, dv, count, begin, split, resume, queries, place, there, batch,
-    left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
-    seed, offset, number, apart, first_place, limit, kept_scale,
-    MASKED: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
-    DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, TMA: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`.
-
-    Both products that P waits for come first, so that tensor cores are busy with those of P while dS is worked out.
-    """
-    for turn in tl.range(0, count, disable_licm=MASKED or dq_sum is not None):
-        first = begin + turn * M
-        if MASKED:
-            first = tl.where(turn < split, first, resume + (turn - split) * M)
-        rows = first + tl.arange(0, M)
-        mine = tile_of(q, which, first, queries, q_row, None, MASKED, TMA, M, D, WIDTH)
-        scores = tl.dot(keys, mine.T, input_precision=PRECISION)
-        if do is not None:
-            grad = tile_of(do, which, first, queries, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
-            if GIVES_K:
-                ds = tl.dot(values, grad.T, input_precision=PRECISION)
-        if MASKED:
-            inside = rows < queries
-            power = stat_of(stats, number, first, inside, TMA, M)
-            low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
-                                BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
-            high = tl.where(inside, high, 0)
-            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
-            if mask is not None:
-                where = mask + (rows.to(tl.int64) * mask_row)[None, :]
-                where += (place if mask_step is None else place * mask_step)[:, None]
-                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
-            p = tl.where(seen, weights_of(scores, power[None, :], factor, mine.dtype), 0.0)
-        else:
-            power = stat_of(stats, number, first, None, TMA, M)
-            p = weights_of(scores, power[None, :], factor, mine.dtype)
-        if DROPS:
-            keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
-        if GIVES_V:
-            weights = tl.where(keep, p, 0.0) if DROPS else p
-            dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        if GIVES_K:
-            shift = stat_of(stats, number + apart, first, rows < queries if MASKED else None, TMA, M)
-            if do is not None:
-                if DROPS:
-                    ds = tl.where(keep, ds * kept_scale, 0.0)
-                ds = p * (ds - shift[None, :])
-            else:
-                ds = -p * shift[None, :]
-            if MASKED:
-                ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
-            narrow = ds.to(mine.dtype)
-            dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
-            if dq_sum is not None:
-                part = tl.dot(narrow.T, keys, input_precision=PRECISION)
-                if TMA:
-                    dq_sum.atomic_add([which, first, 0], tl.reshape(part, [1, M, D]))
-                else:
-                    at = dq_sum + (number + rows)[:, None] * D + tl.arange(0, D)[None, :]
-                    tl.atomic_add(at, part, mask=(rows < queries)[:, None], sem="relaxed")
-    return dk, dv
-
-
 @triton.jit(
     do_not_specialize=[
         "rows", "keys", "count", "tiles", "heads", "left", "right", "prefix_rows", "prefix", "limit", "apart",
@@ -181,8 +75,8 @@ def attention_keys(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys of one head. Where `dq_sum` is given, what they add to dq is added to it."""
     do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
@@ -258,18 +152,16 @@ def attention_keys(
             dk_tile, dv_tile = walk_queries(
                 mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
                 whole, 0, 0, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
-                at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
-                kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
-                dv is not None and do is not None,
-                TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+                at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first,
+                limit, kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
+                dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, cut,
             start, before, edge, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
             at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
             kept_scale, True, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
-                dv is not None and do is not None,
-            TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
 
     token = (batch * keys + first_key + place) * key_heads + key_head
@@ -288,43 +180,6 @@ def attention_keys(
         tl.store(dv + token[:, None] * V_WIDTH + columns[None, :], dv_tile.to(dv.dtype.element_ty), mask=store)
 
 
-@triton.jit
-def walk_keys(
-    mine, grad, power, shift, k, v, dq, count, begin, split, resume, end, low, high, inside, mask_rows, mask_step,
-    factor, k_row, v_row, seed, offset, numbers, limit, kept_scale,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`."""
-    for turn in tl.range(0, count):
-        first = begin + turn * N
-        if MASKED:
-            first = tl.where(turn < split, first, resume + (turn - split) * N)
-        keys = tile_of(k, 0, first, end, k_row, None, MASKED, TMA, N, D, WIDTH)
-        scores = tl.dot(mine, keys.T, input_precision=PRECISION)
-        if grad is not None:
-            values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
-            ds = tl.dot(grad, values.T, input_precision=PRECISION)
-        p = weights_of(scores, power[:, None], factor, keys.dtype)
-        if MASKED:
-            place = first + tl.arange(0, N)
-            seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None]) & inside[:, None]
-            if mask_rows is not None:
-                where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
-                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
-            p = tl.where(seen, p, 0.0)
-        if grad is not None:
-            if DROPS:
-                ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds * kept_scale, 0.0)
-            ds = p * (ds - shift[:, None])
-        else:
-            ds = -p * shift[:, None]
-        if MASKED:
-            ds = tl.where(p == 0.0, 0.0, ds)
-        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
-    return dq
-
-
 @triton.jit(
     do_not_specialize=[
         "rows", "keys", "count", "tiles", "heads", "left", "right", "prefix_rows", "prefix", "limit",
@@ -337,8 +192,8 @@ def attention_queries(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries of one head."""
     do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT

@@ -89,8 +89,8 @@ def seers(
     first, last, rows, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `seen_by`: no query outside [start, end) sees a key of [first, last), every one of [whole, edge) sees
-    all of them. (start, whole, edge, end)"""
+    """(start, whole, edge, end), the inverse of `seen_by`: no query outside [start, end) sees a key of [first, last),
+    every one of [whole, edge) sees all of them."""
     shift = first * 0
     if BOTTOM:
         shift = keys - rows
