@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import os
@@ -217,7 +216,8 @@ def _shapes(op: Any) -> list[tuple[int, ...]]:
 
 
 def _keep_times(rows: Sequence[Any], device: Any) -> None:
-    """Cold times of proven kernels, for selection: of the class as measured and of its saving form."""
+    """Cold times of proven kernels, for selection: of the class as measured, and of its saving form where that moves
+    about as much."""
     where = torch.device(device) if device else default_device()
     for row in rows:
         if row.kernel_us is None or row.call_us is None or row.cache != "cold":
@@ -228,9 +228,15 @@ def _keep_times(rows: Sequence[Any], device: Any) -> None:
         kernel = next(k for k in registry.kernels_of(name) if (k.backend, k.label) == (row.backend, row.label))
         config = Config(**{word.partition("=")[0]: int(word.partition("=")[2]) for word in row.config.split()})
         call = problem.call(problem.inputs(0))
-        for saving in {False, problem.op.gradient is not None}:
-            cls = call_class(dataclasses.replace(call, saving=saving), dict(problem.op.options))
-            times.record(kernel, config, name, cls, call.device, row.call_us, row.kernel_us)
+        op, forms = problem.op, [call]
+        if op.gradient is not None:
+            tensors = {n: call.tensors[n] for n in op.tensors}
+            forms.append(op.call(tensors, call.options, call.device, saving=True, deterministic=call.deterministic))
+        moved = [op.cost(form)[0] for form in forms]
+        for form, count in zip(forms, moved, strict=True):
+            if count <= 1.05 * moved[0]:
+                cls = call_class(form, dict(op.options))
+                times.record(kernel, config, name, cls, call.device, row.call_us, row.kernel_us)
 
 
 def _line(row: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Row:
     """One measured kernel, as `bench --json` writes it, with its machine."""
 
     device: str
-    software: str
+    software: dict[str, Any]
     copy_tb_s: float | None
     facts: dict[str, Any]
 
@@ -37,7 +38,7 @@ class Row:
     def work(self) -> tuple[Any, ...]:
         """What was computed: rows of equal `work` compete."""
         f = self.facts
-        return self.device, f["op"], f["pass"], tuple(f["shape"]), f["dtype"], f["cache"]
+        return self.device, f["op"], f["pass"], tuple(f["shape"]), f["dtype"], f["workload"], f["cache"]
 
     @property
     def time(self) -> float:
@@ -56,7 +57,7 @@ def read(folder: Path) -> list[Row]:
         best: dict[tuple[Any, ...], Row] = {}
         try:
             for facts in data["results"]:
-                row = Row(_text(data["device"]), _text(data["software"]), data["copy_tb_s"], facts)
+                row = Row(_text(data["device"]), data["software"], data["copy_tb_s"], facts)
                 key = (*row.work, facts["backend"])
                 if row.time < (best[key].time if key in best else float("inf")):
                     best[key] = row
@@ -67,7 +68,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def table(rows: list[Row], *, every_backend: bool) -> str:
-    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel, cold, for the first shape
+    """One section a device. `every_backend`: a line for each; otherwise the fastest kernel, cold, for the first work
     that is recorded of each op and pass."""
     if not rows:
         return NOTHING
@@ -79,13 +80,13 @@ def table(rows: list[Row], *, every_backend: bool) -> str:
                 fastest[row.work] = row
         first: dict[tuple[Any, ...], Any] = {}
         for row in fastest.values():
-            first.setdefault((row.device, row.facts["op"], row.facts["pass"], row.facts["dtype"]), row.work)
+            first.setdefault((row.device, row.facts["op"], row.facts["pass"]), row.work)
         rows = [row for row in fastest.values() if row.work in first.values()]
     parts = []
     for device in dict.fromkeys(row.device for row in rows):
         mine = [row for row in rows if row.device == device]
         rates = sorted({row.copy_tb_s for row in mine if row.copy_tb_s is not None})
-        software = "; ".join(dict.fromkeys(row.software for row in mine))
+        software = _text({name: version for row in mine for name, version in row.software.items()})
         rate = (
             f"; device copy {' to '.join(f'{r:.2f}' for r in dict.fromkeys((rates[0], rates[-1])))} TB/s"
             if rates
@@ -96,7 +97,8 @@ def table(rows: list[Row], *, every_backend: bool) -> str:
             "| op | pass | shape | dtype | kernel | kernel µs | of copy | call µs | best peer | times as fast |"
         )
         parts.append("|---|---|---|---|---|---:|---:|---:|---|---|")
-        parts.extend(_line(row) for row in sorted(mine, key=_order))
+        alike = Counter(_shape(row) for row in {row.work: row for row in mine}.values())
+        parts.extend(_line(row, every_backend, alike[_shape(row)] > 1) for row in sorted(mine, key=_order))
         parts.append("")
     return "\n".join([*parts, LEGEND])
 
@@ -106,10 +108,17 @@ def _order(row: Row) -> tuple[Any, ...]:
     return f["op"], f["pass"] != "forward", f["dtype"], [-n for n in f["shape"]], f["cache"] != "cold", row.time
 
 
-def _line(row: Row) -> str:
+def _shape(row: Row) -> tuple[Any, ...]:
+    """What tells works apart in a table, if nothing else has to."""
+    f = row.facts
+    return row.device, f["op"], f["pass"], *f["shape"], f["dtype"], f["cache"]
+
+
+def _line(row: Row, with_config: bool, with_workload: bool) -> str:
     f = row.facts
     shape = "×".join(map(str, f["shape"])) + (" hot" if f["cache"] == "hot" else "")
-    kernel = f["backend"] + (f" {_text(f['config'])}" if f["config"] else "")
+    shape += f", {f['workload'].partition(':')[0]}" if with_workload else ""
+    kernel = f["backend"] + (f" {_text(f['config'])}" if f["config"] and with_config else "")
     spread = f" ± {f['iqr_us']:.1f}" if f["iqr_us"] is not None else ""
     of_copy = "" if f["sol"] is None or f["cache"] == "hot" else f"{f['sol']:.2f}"
     call = "" if f["call_us"] is None else f"{f['call_us']:.1f}"

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewright as tw
-from op_calls import Block, C, differentiable, every_op, gradients, inputs_of, listed, loss, same
+from op_calls import Block, C, differentiable, every_op, few, gradients, inputs_of, listed, loss, same
 from tilewright.core import node
 from tilewright.core.op import Op
 from tilewright.verify.cases import make_inputs
@@ -48,7 +48,7 @@ def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str
         for absent in op.probes.absent:
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
                 chosen = {**op.usual, **options}
-                made = make_inputs(op, (2, 3, 2, C), dtype, chosen, absent, layouts={"*": layout})
+                made = make_inputs(op, few(op, (2, 3, 2), C, 8), dtype, chosen, absent, layouts={"*": layout})
                 for saving in (False, True) if op.gradient is not None else (False,):
                     which = getattr(torch.ops.tilewright, op.name + "_saving" * saving)
                     real = listed(which(*made.values(), **node.plain(chosen)))
@@ -69,7 +69,10 @@ def test_fakes_agree_with_every_output_of_the_real_call(op: Op[Any], layout: str
 def test_meta_tensors_give_meta_tensors(op: Op[Any]) -> None:
     inputs = inputs_of(op)
     for _ in range(2):  # a plan of the one must not serve the other
-        real, meta = listed(op(*inputs, **op.usual)), listed(op(*[t.to("meta") for t in inputs], **op.usual))
+        real, meta = (
+            listed(op(*inputs, **op.usual)),
+            listed(op(*[t if t is None else t.to("meta") for t in inputs], **op.usual)),
+        )
         assert all(m.is_meta and not r.is_meta and m.shape == r.shape and m.dtype == r.dtype
                    for r, m in zip(real, meta, strict=True))  # fmt: skip
 
@@ -98,7 +101,7 @@ def test_full_graph_compile_forward_and_backward(op: Op[Any], fresh: None) -> No
     inputs = inputs_of(op, grad=True)
     same(listed(compiled(*inputs)), listed(op(*inputs, **op.usual)))
     same(gradients(compiled, inputs), gradients(op, inputs))
-    plain = [t.detach() for t in inputs]
+    plain = [t if t is None else t.detach() for t in inputs]
     same(listed(compiled(*plain)), listed(op(*plain, **op.usual)))
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tilewright.core import registry
 from tilewright.core.device import target_device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import launches_of
-from tilewright.tune.classes import call_of
+from tilewright.tune.classes import call_of, variants
 
 OPS = {
     backend: [op.name for op in registry.ops() if backend in {k.backend for k in registry.kernels_of(op.name)}]
@@ -34,13 +35,23 @@ Job = tuple[str, str, str, str, bool]
 
 
 def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
-    """The usual call of the op, what it saves included, for each width."""
+    """The usual call of the op, what it saves included, for each width; of a gradient that may overwrite what forward
+    saved also the call that the forward's usual one makes, in place and not."""
     op = registry.op(op_name)
     calls = []
     for columns in COLUMNS:
         saving, absent = op.gradient is not None, op.probes.absent[0]
         calls.append(call_of(op, (8192, columns), dtype, target_device(arch), absent=absent, saving=saving))
+    for options, absent, _ in variants(op) if _spends(op_name) else ():
+        call = call_of(op, (8192, COLUMNS[0]), dtype, target_device(arch), options=options, absent=absent)
+        into = op.in_place.targets(call.tensors)  # type: ignore[attr-defined]
+        given = all(call.has(name) for name in into.values())
+        calls += [call, *([replace(call, into=into)] if given else [])]
     return calls
+
+
+def _spends(op_name: str) -> bool:
+    return any(gradient.spends for gradient in registry.gradients_with(op_name) if gradient.op == op_name)
 
 
 def _kernels(op_name: str, backend: str) -> list[Kernel]:
@@ -53,7 +64,8 @@ def work(jobs: list[Job]) -> list[dict[str, Any]]:
     for backend_name, op_name, dtype, arch, every in jobs:
         calls = _calls(op_name, DTYPES[dtype], arch)
         for kernel in _kernels(op_name, backend_name):
-            for call in calls if every or backend_name == "triton" else calls[:1]:  # lowering takes its time
+            some = every or backend_name == "triton" or _spends(op_name)
+            for call in calls if some else calls[:1]:  # lowering takes its time
                 found += _compiled(kernel, call, [backend_name, op_name, dtype, arch], every)
     return found
 
@@ -123,6 +135,19 @@ def test_every_tilelang_kernel_lowers_for_hopper(tmp_path: Path) -> None:
     _need("tilelang")
     jobs: list[Job] = [("tilelang", op, "bf16", "sm_90", False) for op in OPS["tilelang"]]
     _judge(_run(jobs, tmp_path), jobs)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_gradients_that_overwrite_what_is_saved(backend: str, tmp_path: Path) -> None:
+    """They are in float32, with the forward that saves it."""
+    _need(backend)
+    served = [name for name in OPS[backend] if _spends(name)]
+    ops = [*served, *(op.name for name in served for op in registry.served_by(name))]
+    archs = ("sm_90", "gfx942") if backend == "triton" else ("sm_90",)
+    jobs: list[Job] = [(backend, op, "fp32", arch, False) for op in ops for arch in archs]
+    found = _run(jobs, tmp_path)
+    _judge(found, jobs)
+    assert any("scale" in e["symbol"] for e in found)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The conformance suite over every (op, kernel, dtype) of the registry that runs on this machine.
 
 `make test` takes what is quick: aten, Triton's interpreter, inductor for one op; the rest of inductor, which compiles
-each op for seconds, and of the interpreted gradients runs by `make test-all`.
+each op for seconds, and of the interpreted gradients and products of every row by every row runs by `make test-all`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from tilewright.verify.suite import verify_kernel
 QUICK = {
     ("triton", "layer_norm", torch.float16),
     ("inductor", "l2_norm", torch.float32),
+    ("tile", "rms_norm", torch.float32),
+    ("tile", "gelu", torch.float16),
+    ("tile", "layer_norm_backward", torch.bfloat16),
+    ("tile", "geglu_backward", torch.float32),
     ("triton", "rms_norm_backward", torch.bfloat16),
     ("triton", "layer_norm_backward", torch.float16),
     ("triton", "l2_norm_backward", torch.float32),
@@ -34,8 +38,11 @@ KERNELS = [k for op in registry.ops() for k in registry.kernels_of(op.name) if k
 
 
 def _marks(kernel: Kernel, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
-    backward = registry.op(kernel.op).gradient is None or dtype == torch.float16
-    costly = (kernel.backend == "inductor" or (kernel.backend == "triton" and backward)) and (
+    op = registry.op(kernel.op)
+    heavy = op.gradient is None or dtype == torch.float16 or op.probes.small is not None
+    # a tile kernel is compiled for each form of a call; its dtypes differ in a load and a store
+    compiled = kernel.backend == "tile" and (dtype != torch.bfloat16 or op.gradient is None)
+    costly = (kernel.backend == "inductor" or compiled or (kernel.backend == "triton" and heavy)) and (
         kernel.backend,
         kernel.op,
         dtype,
@@ -88,11 +95,17 @@ def test_kernel_conforms(kernel: Kernel, dtype: torch.dtype, device: str) -> Non
         assert result.passed >= result.cases * 0.1
 
 
+YET_TO_COME = {
+    "attention_backward": {"tilelang"},
+    "varlen_attention_backward": {"tilelang"},
+}
+"""The youngest family is not finished: what its ops lack. One that gains a kernel leaves the table."""
+
+
 def test_every_op_has_more_than_its_reference() -> None:
-    for op in registry.ops():
-        backends = {k.backend for k in registry.kernels_of(op.name)}
-        finished = {"triton", "tilelang"}
-        assert {"reference", "inductor"} | finished <= backends, op
+    wanted = {"reference", "inductor", "triton", "tilelang"}
+    lacking = {op.name: wanted - {k.backend for k in registry.kernels_of(op.name)} for op in registry.ops()}
+    assert {name: lacks for name, lacks in lacking.items() if lacks} == YET_TO_COME
 
 
 @pytest.mark.parametrize("op", [op for op in registry.ops() if len(op.probes.either) > 1], ids=str)

@@ -85,6 +85,7 @@ def test_a_good_one_is_taken() -> None:
         ({"saved": {"s": Saved(rows_of("x"), lambda z: torch.ones(1))}}, "saved s: 'z' is none of x, factor, y"),
         (gradient(grads={"z": "dy"}), "gradient.grads: 'z' is none of y"),
         (gradient(takes={"x": "z"}), "gradient.takes: 'z' is none of x, y"),
+        (gradient(seldom=("z",)), "gradient.seldom: 'z' is none of y"),
         (gradient(gives={"z": "dx"}), "gradient.gives: 'z' is none of x"),
         (gradient(only={"x": "z"}), "gradient.only: 'z' is none of "),
         (gradient(finds={"n": Saved(like("x"), lambda z: z)}), "gradient.finds n: 'z' is none of x, y, factor"),

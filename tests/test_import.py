@@ -68,6 +68,47 @@ def test_writes_nothing(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     assert [str(p) for p in runs[0].rglob("*")] == []
 
 
+def test_declares_no_op_before_one_is_asked_for(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Else the cost grows with each family."""
+    assert not [name for name in runs[1][0]["new"] if name.startswith("tilewright.ops.")]
+
+
+def test_a_name_of_any_kind_finds_its_family() -> None:
+    for ask in (
+        "tw.dropout_add",
+        "from tilewright import dropout_add",
+        "from tilewright import *; dropout_add",
+        "torch.ops.tilewright.dropout_add",
+        "with tw.use(backend='reference', ops=['dropout_add']): pass",
+        "from tilewright.core import registry; registry.op('dropout_add')",
+        "assert 'dropout_add' in dir(tw)",
+    ):
+        script = f"import torch, tilewright as tw\n{ask}\nassert 'tilewright.ops.residual' in __import__('sys').modules"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, f"{ask}: {done.stderr}"
+
+
+def test_a_thread_that_asks_while_another_imports_waits_for_the_kernels() -> None:
+    script = """
+import sys, threading
+import torch, tilewright as tw
+from tilewright.core import registry
+sys.setswitchinterval(1e-6)
+found = []
+def other():
+    while "dropout_add" not in registry._ops:
+        pass
+    found.extend(kernel.backend for kernel in registry.kernels_of("dropout_add"))
+thread = threading.Thread(target=other)
+thread.start()
+tw.dropout_add
+thread.join()
+assert "triton" in found, found
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_costs_at_most_50_ms_beyond_torch(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     """Processor time of the best run: neighbours only ever add to it. Twice the limit on CI, whose cores are shared."""
     limit = LIMIT_MS * (2 if os.environ.get("CI") else 1)

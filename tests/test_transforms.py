@@ -77,7 +77,8 @@ def test_subclasses_and_parameters(op: Op[Any]) -> None:
     assert all(isinstance(f, Labelled) for f in found)
     same([f.as_subclass(Tensor) for f in found], expected)
     with torch.no_grad():
-        same(listed(op(*[torch.nn.Parameter(t, t.is_floating_point()) for t in inputs], **op.usual)), expected)
+        parameters = [t if t is None else torch.nn.Parameter(t, t.is_floating_point()) for t in inputs]
+        same(listed(op(*parameters, **op.usual)), expected)
 
 
 def test_lazily_negated_tensors_are_read_right() -> None:
@@ -106,9 +107,9 @@ def test_lazily_negated_tensors_are_read_right() -> None:
 @every_op
 def test_functional_transforms_are_refused(op: Op[Any]) -> None:
     inputs = inputs_of(op)
-    stacked = [torch.stack([t, t]) for t in inputs]
+    stacked = [None if t is None else torch.stack([t, t]) for t in inputs]
     with pytest.raises(tw.Unsupported, match=rf"{op.name}: torch.func"):
-        torch.func.vmap(lambda *t: op(*t, **op.usual))(*stacked)
+        torch.func.vmap(lambda *t: op(*t, **op.usual), tuple(None if t is None else 0 for t in inputs))(*stacked)
     with pytest.raises(tw.Unsupported, match=r"torch\.func"):
         torch.func.grad(lambda t: loss(op(t, *inputs[1:], **op.usual)))(inputs[0])
     with pytest.raises(tw.Unsupported, match=r"torch\.func"):

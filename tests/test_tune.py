@@ -29,7 +29,7 @@ from tilewright.core.launch import Config
 from tilewright.core.policy import Policy
 from tilewright.core.selection import guarded, weigh
 from tilewright.tune import classes, pool, tune, wire
-from tilewright.tune.decide import Place, choice, estimates, settled
+from tilewright.tune.decide import Place, Times, choice, estimates, settled
 from tilewright.tune.pool import Limits, Pool, Worker, WorkerFailed
 from tilewright.tune.rounds import Effort, run
 from tilewright.verify.cases import make_inputs
@@ -104,7 +104,14 @@ PLACES = [Place(KERNEL_A, 0), Place(KERNEL_A, 1), Place(KERNEL_B, 0)]
 def test_the_first_declared_stays_unless_beaten_by_more_than_the_tie_band(
     times_us: Sequence[float], expected: int
 ) -> None:
-    assert choice(dict(enumerate(times_us)), PLACES) == expected
+    times = Times(dict(enumerate(times_us)))
+    assert choice(times, times, PLACES) == expected
+
+
+def test_configs_of_a_kernel_are_told_apart_by_kernel_time_and_kernels_by_the_metric_asked_for() -> None:
+    kernels = Times({0: 3.0, 1: 2.0, 2: 1.0})
+    assert choice(Times({0: 8.0, 1: 8.3, 2: 9.0}), kernels, PLACES) == 1, "0 and 1 differ by the host's noise alone"
+    assert choice(kernels, kernels, PLACES) == 2
 
 
 def test_drift_is_taken_out() -> None:
@@ -114,7 +121,7 @@ def test_drift_is_taken_out() -> None:
     for number in range(8):
         speed = 1.5 if number < 2 else 1.0
         rounds.append({pair: us * speed for pair, us in true.items() if pair < 2 or number < 2})
-    found = {pair: us for pair, (us, _) in estimates(rounds).items()}
+    found = estimates(rounds).us
     assert {pair: round(us / found[0], 6) for pair, us in found.items()} == {0: 1.0, 1: 1.2, 2: 5.0}
 
 
@@ -123,24 +130,28 @@ def test_the_error_of_a_time_is_what_its_samples_scatter() -> None:
     middles, errors = [], []
     for _ in range(200):
         rounds = [{0: 10.0 * math.exp(generator.gauss(0.0, 0.02)), 1: 10.0, 2: 10.0} for _ in range(24)]
-        us, relative = estimates(rounds)[0]
-        middles.append(us)
-        errors.append(relative)
+        found = estimates(rounds)
+        middles.append(found.us[0])
+        errors.append(found.errors[0])
     scatter = statistics.stdev(middles) / 10
     assert 0.8 * scatter < statistics.mean(errors) < 1.25 * scatter
 
 
 def test_equals_stay_equal_where_times_are_uncertain() -> None:
-    assert choice({0: 10.25, 1: 10.0}, PLACES) == 1
-    assert choice({0: 10.25, 1: 10.0}, PLACES, {0: 0.01}) == 0
-    assert choice({0: 10.35, 1: 10.0}, PLACES, {0: 0.5}) == 1, "chance explains only so much"
+    def chosen(first_us: float, error: float) -> int:
+        times = Times({0: first_us, 1: 10.0}, {0: error})
+        return choice(times, times, PLACES)
+
+    assert chosen(10.25, 0.0) == 1
+    assert chosen(10.25, 0.01) == 0
+    assert chosen(10.35, 0.5) == 1, "chance explains only so much"
 
 
 class Machine:
     """A machine whose clock drifts and whose samples scatter, with an outlier now and then."""
 
     def __init__(self, true: Sequence[float], seed: int, noise: float) -> None:
-        self.true, self.noise = true, noise
+        self.true, self.noise, self.seed = true, noise, seed
         self.random = random.Random(seed)
         self.drift = 0.0
         self.asked = 0
@@ -150,7 +161,17 @@ class Machine:
         self.drift = 0.98 * self.drift + self.random.gauss(0.0, 0.004)
         factor = math.exp(self.drift + self.random.gauss(0.0, self.noise))
         factor *= 1.5 if self.random.random() < 0.03 else 1.0
-        return self.true[pair] * factor * 1.3, self.true[pair] * factor
+        return self.host(pair) * math.exp(self.random.gauss(0.0, self.noise)), self.true[pair] * factor
+
+    def host(self, pair: int) -> float:
+        return self.true[pair] * 1.3
+
+
+class HostBound(Machine):
+    """Calls take what the host takes, up to 4 % more or less for each pair in each process, whatever the kernel."""
+
+    def host(self, pair: int) -> float:
+        return (60.0, 75.0, 66.0)[pair // 4] * (1 + 0.08 * (random.Random(f"{self.seed} {pair}").random() - 0.5))
 
 
 def a_class(seed: int) -> tuple[list[Place], list[float]]:
@@ -161,18 +182,21 @@ def a_class(seed: int) -> tuple[list[Place], list[float]]:
     return places, true
 
 
-@pytest.mark.parametrize("noise", [0.003, 0.01])
-def test_tuned_twice_it_chooses_the_same_in_19_of_20_classes(noise: float) -> None:
+@pytest.mark.parametrize("machine", [Machine, HostBound])
+@pytest.mark.parametrize(("noise", "least"), [(0.003, 38), (0.01, 34)])
+def test_tuned_twice_it_chooses_the_same(machine: type[Machine], noise: float, least: int) -> None:
+    """In 19 of 20 classes on a quiet machine; at 1 % of noise in 17 of 20 at the least."""
     same = 0
     for seed in range(40):
         places, true = a_class(seed)
         chosen = []
         for again in (1, 2):
-            found = run(Machine(true, 10 * seed + again, noise=noise), places)
-            best = {pair: time.kernel_us for pair, time in found.times.items()}
-            chosen.append(choice(best, places, {pair: time.kernel_error for pair, time in found.times.items()}))
+            found = run(machine(true, 10 * seed + again, noise=noise), places).times
+            calls = Times({p: t.call_us for p, t in found.items()}, {p: t.call_error for p, t in found.items()})
+            kernels = Times({p: t.kernel_us for p, t in found.items()}, {p: t.kernel_error for p, t in found.items()})
+            chosen.append([choice(times, kernels, places) for times in (calls, kernels)])
         same += chosen[0] == chosen[1]
-    assert same >= 38
+    assert same >= least
 
 
 def test_clear_cases_end_early_and_close_ones_take_more_rounds() -> None:
@@ -206,9 +230,11 @@ def test_nothing_alive_is_no_choice() -> None:
 def test_being_sure_is_told() -> None:
     places = [Place((0, 0), 0), Place((1, 1), 0)]
     machine = Machine([10.2, 10.0], 3, 0.002)
-    sure = settled([{0: machine(0)[1], 1: machine(1)[1]} for _ in range(20)], places)
+    many = [{0: machine(0)[1], 1: machine(1)[1]} for _ in range(20)]
+    sure = settled(many, many, places)
     machine = Machine([10.1, 10.0], 3, 0.02)
-    unsure = settled([{0: machine(0)[1], 1: machine(1)[1]} for _ in range(5)], places)
+    few = [{0: machine(0)[1], 1: machine(1)[1]} for _ in range(5)]
+    unsure = settled(few, few, places)
     assert sure.share >= 0.97
     assert unsure.share < 0.97
 
@@ -239,7 +265,8 @@ def test_classes_are_those_that_calls_meet() -> None:
                 evidence.bump()
                 outputs = op(**tensors, **op.usual)
                 outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                sum(o.sum() for o in outputs).backward()
+                used = [o for n, o in zip(op.out, outputs, strict=True) if n not in op.gradient.seldom]
+                sum(o.sum() for o in used).backward()
         expected = {
             (s.call.op, str(dict(s.call.options)), tuple(n for n, t in s.call.tensors.items() if t), s.call.saving)
             for o in (op, registry.op(op.gradient.op))

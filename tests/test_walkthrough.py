@@ -5,7 +5,6 @@ The kernel's walk is a stranger's, with a package beside Tilewright; the op's is
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -96,16 +95,14 @@ def a_contributor(home: Path, device: str, **changes: str) -> Reader:
     """Has written the document's files into a source tree of their own."""
     shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__"))
     OP_WALK.write(home, **changes)
-    for name, line in OP_WALK.imports.items():
-        path = home / name
-        before, public, names = path.read_text(encoding="utf-8").partition("__all__ = ")
-        # imports are sorted: before the first family whose name comes later
-        known = re.finditer(r"^from tilewright\.ops\..*", before, re.MULTILINE)
-        first = next(found.start() for found in known if found[0] > line)
-        every = [*ast.literal_eval(names), *line.partition(" import ")[2].strip().split(", ")]
-        every.sort(key=lambda name: (name[0].islower(), name))  # errors first
-        listed = "".join(f'    "{name}",\n' for name in every)
-        path.write_text(f"{before[:first]}{line}{before[first:]}{public}[\n{listed}]\n", encoding="utf-8")
+    for name, block in OP_WALK.imports.items():
+        path, (_, line) = home / name, block.splitlines(keepends=True)
+        before, first, after = path.read_text(encoding="utf-8").partition("    from tilewright.ops.linear ")
+        path.write_text(before + line + first + after, encoding="utf-8")
+        families = path.parent / "ops" / "__init__.py"
+        family = re.search(r"tilewright\.ops\.(\w+)", line)[1]
+        text = families.read_text(encoding="utf-8")
+        families.write_text(text.replace("FAMILIES = (", f'FAMILIES = ("{family}", '), encoding="utf-8")
     return Reader(OP_WALK, home, device, home / "src")
 
 

@@ -90,8 +90,8 @@ class Model(nn.Module):
         self.p, self.sparse = p, sparse
 
     def forward(self, ids: Tensor, f: Functions, seed: Tensor, step: int) -> Tensor:
-        bags = [f.bag(table, bag, self.sparse) for table, bag in zip(self.tables, ids, strict=True)]
-        x = self.mix(torch.cat(bags, -1))
+        # without a name for the bags, which nothing needs once they are joined
+        x = self.mix(torch.cat([f.bag(t, bag, self.sparse) for t, bag in zip(self.tables, ids, strict=True)], -1))
         for number, block in enumerate(self.blocks):
             used = -(-x.shape[-1] // 4)  # offsets that one call consumes
             offset = torch.full((1,), (step * len(self.blocks) + number) * used, dtype=torch.int64, device=x.device)

@@ -9,77 +9,40 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from tilewright import backends as _backends  # noqa: F401  first: kernels name their backends
-from tilewright.core.dispatch import explain
+from tilewright import ops as _ops
+from tilewright.core import registry as _registry
+from tilewright.core.dispatch import explain as explain
 from tilewright.core.dispatch import install_comparer as _install_comparer
 from tilewright.core.errors import (
-    CheckFailed,
-    InvalidArgument,
-    NoGradient,
-    NoKernel,
-    NotWarm,
-    OutOfRange,
-    TilewrightError,
-    UnknownName,
-    Unsupported,
+    CheckFailed as CheckFailed,
+)
+from tilewright.core.errors import (
+    InvalidArgument as InvalidArgument,
+)
+from tilewright.core.errors import (
+    NoGradient as NoGradient,
+)
+from tilewright.core.errors import (
+    NoKernel as NoKernel,
+)
+from tilewright.core.errors import (
+    NotWarm as NotWarm,
+)
+from tilewright.core.errors import (
+    OutOfRange as OutOfRange,
+)
+from tilewright.core.errors import (
+    TilewrightError as TilewrightError,
+)
+from tilewright.core.errors import (
+    UnknownName as UnknownName,
+)
+from tilewright.core.errors import (
+    Unsupported as Unsupported,
 )
 from tilewright.core.evidence import install_isolated_prover as _install_isolated_prover
 from tilewright.core.evidence import install_prover as _install_prover
-from tilewright.core.policy import use
-from tilewright.ops.activation import (
-    bias_act,
-    bias_act_,
-    bias_act_backward,
-    geglu,
-    geglu_backward,
-    geglu_packed,
-    geglu_packed_backward,
-    gelu,
-    gelu_,
-    gelu_backward,
-    scale_bias_add,
-    scale_bias_add_,
-    scale_bias_add_backward,
-    silu,
-    silu_,
-    silu_backward,
-    swiglu,
-    swiglu_backward,
-    swiglu_packed,
-    swiglu_packed_backward,
-)
-from tilewright.ops.attention import (
-    attention,
-    attention_backward,
-    varlen_attention,
-    varlen_attention_backward,
-)
-from tilewright.ops.embedding import (
-    embedding_bag_mean,
-    embedding_bag_mean_backward,
-    embedding_bag_mean_sparse_backward,
-)
-from tilewright.ops.linear import linear, linear_backward
-from tilewright.ops.loss import bce_with_logits, bce_with_logits_backward
-from tilewright.ops.norm import (
-    add_layer_norm,
-    add_layer_norm_,
-    add_rms_norm,
-    add_rms_norm_,
-    l2_norm,
-    l2_norm_backward,
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_,
-    rms_norm_backward,
-)
-from tilewright.ops.residual import (
-    dropout_add,
-    dropout_add_backward,
-    gated_residual,
-    gated_residual_,
-    gated_residual_backward,
-)
+from tilewright.core.policy import use as use
 
 __version__ = "0.1.0"
 
@@ -107,22 +70,41 @@ def _compare(*args: _Any) -> None:
 _install_prover(_prove)
 _install_isolated_prover(_prove_apart)
 _install_comparer(_compare)
+_registry.add_families(f"{_ops.__name__}.{_family}" for _family in _ops.FAMILIES)
 
 
 def __getattr__(name: str) -> _Any:
-    """What patches models is imported when it is first asked for."""
-    if name not in ("patch", "unpatch"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tilewright import models
+    """Ops, and what patches models, are imported when they are first asked for: it is most of what importing costs."""
+    if name in ("patch", "unpatch"):
+        from tilewright import models
 
-    found = globals()[name] = getattr(models, name)
+        found = getattr(models, name)
+    elif name == "__all__":
+        found = [*_HERE, *_registry.exports()]
+    else:
+        found = None if name.startswith("_") else _registry.export(name)
+        if found is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
     return found
 
 
-if _TYPE_CHECKING:
-    from tilewright.models import patch, unpatch
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]
 
-__all__ = [
+
+if _TYPE_CHECKING:
+    from tilewright.models import patch as patch
+    from tilewright.models import unpatch as unpatch
+    from tilewright.ops.activation import *  # noqa: F403
+    from tilewright.ops.attention import *  # noqa: F403
+    from tilewright.ops.embedding import *  # noqa: F403
+    from tilewright.ops.linear import *  # noqa: F403
+    from tilewright.ops.loss import *  # noqa: F403
+    from tilewright.ops.norm import *  # noqa: F403
+    from tilewright.ops.residual import *  # noqa: F403
+
+_HERE = (
     "CheckFailed",
     "InvalidArgument",
     "NoGradient",
@@ -132,55 +114,9 @@ __all__ = [
     "TilewrightError",
     "UnknownName",
     "Unsupported",
-    "add_layer_norm",
-    "add_layer_norm_",
-    "add_rms_norm",
-    "add_rms_norm_",
-    "attention",
-    "attention_backward",
-    "bce_with_logits",
-    "bce_with_logits_backward",
-    "bias_act",
-    "bias_act_",
-    "bias_act_backward",
-    "dropout_add",
-    "dropout_add_backward",
-    "embedding_bag_mean",
-    "embedding_bag_mean_backward",
-    "embedding_bag_mean_sparse_backward",
     "explain",
-    "gated_residual",
-    "gated_residual_",
-    "gated_residual_backward",
-    "geglu",
-    "geglu_backward",
-    "geglu_packed",
-    "geglu_packed_backward",
-    "gelu",
-    "gelu_",
-    "gelu_backward",
-    "l2_norm",
-    "l2_norm_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "linear",
-    "linear_backward",
     "patch",
-    "rms_norm",
-    "rms_norm_",
-    "rms_norm_backward",
-    "scale_bias_add",
-    "scale_bias_add_",
-    "scale_bias_add_backward",
-    "silu",
-    "silu_",
-    "silu_backward",
-    "swiglu",
-    "swiglu_backward",
-    "swiglu_packed",
-    "swiglu_packed_backward",
     "unpatch",
     "use",
-    "varlen_attention",
-    "varlen_attention_backward",
-]
+)
+"""What is public beside the ops."""

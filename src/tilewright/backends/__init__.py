@@ -8,6 +8,7 @@ for _name, _place in (
     ("tilelang", "tilewright.backends.tilelang:TileLangBackend"),
     ("vendor", "tilewright.backends.vendor:VendorBackend"),
     ("reference", "tilewright.backends.reference:ReferenceBackend"),
+    ("tile", "tilewright.backends.tile:TileBackend"),
     ("inductor", "tilewright.backends.inductor:InductorBackend"),
 ):
     registry.add_backend(_name, _place)

@@ -2,9 +2,10 @@
 
 A family that has rivals keeps them in a module `peers` beside its ops, as PEERS: {op: {peer: maker}}. A maker takes
 the op's tensors by name and its options, imports the rival and returns a function without arguments that returns the
-op's outputs, differentiable. It raises ImportError where the rival is not installed and NotImplementedError where it
-cannot compute these options. This file finds them, and checks that they compute the same; of a maker whose attribute
-`draws` is true, which has random numbers of its own, that results are as large.
+op's outputs, differentiable; those that the op's gradient calls `seldom` may be missing. It raises ImportError where
+the rival is not installed and NotImplementedError where it cannot compute these options. This file finds them, and
+checks that they compute the same; of a maker whose attribute `draws` is true, which has random numbers of its own, that
+results are as large.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ class Peer:
             return problem.owner.reference(*(tensors[n] for n in problem.owner.tensors), **options)
 
         wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
-        for mine, theirs in zip(_dense(wanted), _dense(run()), strict=True):
+        wanted, found = _dense(wanted), _dense(run())
+        gradient = problem.owner.gradient
+        if gradient is not None and len(wanted) - len(found) == len(gradient.seldom):
+            wanted = wanted[: len(found)]
+        for mine, theirs in zip(wanted, found, strict=True):
             if getattr(self.maker, "draws", False):
                 sizes = [float(t.float().square().mean().sqrt()) for t in (mine, theirs)]
                 if mine.shape != theirs.shape or abs(sizes[0] - sizes[1]) > DRAWN_TOLERANCE * sizes[0]:
@@ -80,8 +85,9 @@ def gradient_of(problem: Problem, forward: Callable[[Tensors], Any], timed: Tens
         leaves = problem.leaves(seed)
         outputs = _tuple(forward(leaves))
     wanted = [t for t in leaves.values() if t is not None and t.requires_grad]
-    upstream = problem.upstream(timed)
-    return lambda: torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
+    pairs = [(o, up) for o, up in zip(outputs, problem.upstream(timed), strict=False) if up is not None]
+    used, upstream = [o for o, _ in pairs], [up for _, up in pairs]
+    return lambda: torch.autograd.grad(used, wanted, upstream, retain_graph=True)
 
 
 def peers_of(op: Op[Any]) -> list[Peer]:

@@ -57,7 +57,7 @@ def _facts(op: Any, device: Any) -> dict[str, Any]:
             }
         )
     gradient = None if op.gradient is None else op.gradient.op
-    form = op.in_place.name if op.into else None
+    form = op.in_place.name if op.into and op.in_place.listed else None
     return {"op": op.name, "family": op.family, "gradient": gradient, "in_place": form, "kernels": kernels}
 
 

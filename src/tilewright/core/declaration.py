@@ -84,6 +84,12 @@ def _gradient_faults(gradient: Gradient, backward: Op[Any]) -> Iterator[str]:
     yield from _unknown("gradient.gives", named, (*backward.out, *gradient.grads.values()))
     yield from _unknown("gradient.coo", (*gradient.coo, *gradient.coo.values()), backward.out)
     yield from _unknown("gradient.only", gradient.only, [p for p in gradient.takes if p in backward.optional])
+    yield from _unknown("gradient.spends", gradient.spends, backward.out)
+    if gradient.spends and backward.may_skip:
+        yield f"gradient.spends: {backward.name} may skip outputs, and then nothing is overwritten"
+    for name in gradient.spends.values():
+        if name in backward.tensors and name not in backward.optional:
+            yield f"gradient.spends: {backward.name} needs {name}, which a second backward does not have"
     for name in backward.tensors:
         if name not in given and name not in backward.optional:
             yield f"gradient: {backward.name} needs {name}, which neither grads, takes nor finds gives"
@@ -119,9 +125,12 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     for gradient in op.gradients:
         made = (*op.tensors, *op.out, *op.saved)
         yield from _unknown("gradient.grads", gradient.grads, op.out)
+        yield from _unknown("gradient.seldom", gradient.seldom, gradient.grads)
         yield from _unknown("gradient.takes", gradient.takes.values(), made)
         yield from _unknown("gradient.gives", gradient.gives, op.tensors)
         yield from _unknown("gradient.only", gradient.only.values(), op.optional)
+        sources = [gradient.takes.get(param, param) for param in gradient.spends.values()]
+        yield from _unknown("gradient.spends", sources, op.saved)
         for name, found in gradient.finds.items():
             known = (*made, *op.options)
             yield from _unknown(f"gradient.finds {name}", signature_of(found.define).parameters, known)

@@ -24,6 +24,7 @@ from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
 from tilewright.core.selection import Selection, guarded
+from tilewright.core.spent import Held, hooked
 from tilewright.core.times import Metric
 
 Tensor = torch.Tensor
@@ -185,7 +186,12 @@ class _Apply(torch.autograd.Function):
     def forward(ctx: Any, backward: Backward, run: Run, *tensors: Tensor | None) -> Any:
         results = run(*tensors)
         every = (*tensors, *results)
-        ctx.save_for_backward(*[every[i] for i in backward.keep])
+        kept = [every[i] for i in backward.keep]
+        if backward.spent:
+            apart = 0 if hooked() else len(backward.spent)
+            ctx.held = Held(kept[-apart:]) if apart else None
+            kept = kept[: len(kept) - apart]
+        ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         ctx.backward_plan = backward
         n = backward.outputs
@@ -193,7 +199,12 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.backward_plan(grads, ctx.saved_tensors, ctx.needs_input_grad[2:], False)
+        plan, kept, spending = ctx.backward_plan, ctx.saved_tensors, False
+        if plan.spent and ctx.held is not None and any(g is not None for g in grads):
+            # Once the caller has the gradient no one else may refer to it, or autograd copies what it adds up.
+            given = ctx.held.take(len(plan.spent))
+            kept, spending = (*kept, *given), given[0] is not None
+        return None, None, *plan(grads, kept, ctx.needs_input_grad[2:], False, spending)
 
 
 def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:

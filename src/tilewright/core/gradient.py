@@ -41,12 +41,19 @@ class Backward:
         self.serve: Callable[..., Any] = self.backward
         """What computes it in eager: the backward op, which chooses a kernel, or one that benchmarks have chosen."""
         self.outputs = len(op.out)
+        self.spend: Callable[..., Any] = self.backward
+        """What computes it where `spent` may be overwritten."""
         names = [*op.tensors, *op.out, *op.saved]
         inputs = dict(zip(op.tensors, tensors, strict=True))
         self.takes = gradient.kept(lambda name: inputs[name] is not None)
         more = (name for found in gradient.finds.values() for name in names_of(found) if name in names)
-        self.kept = list(dict.fromkeys([*self.takes.values(), *more]))
-        """Sources in the forward of what is kept for the gradient."""
+        self.spent = self._spent(inputs, options)
+        """Sources of what the first backward may overwrite, in such a call."""
+        if self.spent:
+            self.spend = self.backward.in_place
+        kept_in_any_order = dict.fromkeys([*self.takes.values(), *more])
+        self.kept = [*(name for name in kept_in_any_order if name not in self.spent), *self.spent]
+        """Sources in the forward of what is kept for the gradient; what may be spent comes last."""
         self.keep = [names.index(name) for name in self.kept]
         self.known = {n: value for n, value in options.items() if n not in names}
         # The backward op's tensors as indices into (upstream gradients, kept tensors, what is found, None).
@@ -70,6 +77,11 @@ class Backward:
         self.pinned = None if asked == "reference" else asked
         """The only backend that may compute it, as a pin or a strict preference says; the reference always can."""
         self._needs: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+
+    def _spent(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+        sources = [self.takes[param] for param in self.gradient.spends.values()]
+        there = all(self.op.saved[name].rule(inputs, options) is not None for name in sources)
+        return sources if there else []
 
     def needs(self, wanted: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which outputs of the backward op these inputs want."""
@@ -95,8 +107,10 @@ class Backward:
         specs = self.backward.out_specs({n: given.get(n) for n in self.backward.tensors}, every, False)
         return {*(name for name, spec in specs.items() if spec is not None), *upstream}
 
-    def __call__(self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], by_node: bool) -> list[Any]:
-        """Gradients of the op's tensors, None where not wanted."""
+    def __call__(
+        self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], by_node: bool, spending: bool = False
+    ) -> list[Any]:
+        """Gradients of the op's tensors, None where not wanted. `spending`: what is in `spent` may be overwritten."""
         if all(g is None for g in grads):
             return [None] * len(self.sources)
         found, entries = self._find(kept)
@@ -112,7 +126,8 @@ class Backward:
             with policy.restored(self.frozen[0]):
                 made = node.call(self.backward, tensors, options, self.backend)
         else:
-            made = self.serve(*tensors, **options, backend=self.backend, _frozen=self.frozen)
+            serve = self.spend if spending else self.serve
+            made = serve(*tensors, **options, backend=self.backend, _frozen=self.frozen)
         results = [*((made,) if isinstance(made, Tensor) else made), *grads]
         for values, rows, shape in self.sparse:
             if results[values] is not None:
@@ -168,8 +183,16 @@ class Backward:
         can, or may be had from any. `wanted`: which tensors want one; all by default."""
         if self.pinned is None:
             return ""
+        if not self.spent:
+            return self._refusal(self.backward, call, wanted, ())
+        gone = tuple(self.gradient.spends.values())  # in a second backward on a retained graph, which may come or not
+        first = self._refusal(self.backward.in_place, call, wanted, ())
+        return first or self._refusal(self.backward, call, wanted, gone)
+
+    def _refusal(self, backward: Op[Any], call: Call, wanted: tuple[bool, ...], gone: Sequence[str]) -> str:
+        assert self.pinned is not None
         found = []
-        for each in self._calls(call, wanted):
+        for each in self._calls(backward, call, wanted, gone):
             found.append(selection.weigh(each, self.frozen[0], backend=self.pinned))
             if found[-1].chosen is not None:
                 return ""
@@ -178,13 +201,13 @@ class Backward:
         why = f"{self.backward.name} is the gradient of {self.op.name}, which this call wants"
         return f"{selection.refusal(found[0], self.pinned)}\n{why}; torch.no_grad() or detached tensors do without"
 
-    def _calls(self, call: Call, wanted: tuple[bool, ...]) -> Iterator[Call]:
-        """The calls of the backward op that may follow, the usual one first: dense upstream gradients of all outputs.
+    def _calls(self, backward: Op[Any], call: Call, wanted: tuple[bool, ...], gone: Sequence[str]) -> Iterator[Call]:
+        """The calls of the backward op, or its form, that may follow, the usual one first: dense upstream gradients of
+        all outputs. `gone`: parameters that it does without.
 
         An output may go unused, so each alone may come too; and where it is not known what is wanted, each result.
         """
-        takes, backward = self.takes, self.backward
-        kept = {param: _named(param, call.tensors.get(source)) for param, source in takes.items()}
+        kept = {param: _named(param, call.tensors.get(source)) for param, source in self.takes.items()}
         kept |= self._most_found(kept, call)
         upstream = {param: _named(param, call.tensors.get(out)) for out, param in self.gradient.grads.items()}
         alone = [param for param in upstream if backward.optional.issuperset(upstream.keys() - {param})]
@@ -198,7 +221,7 @@ class Backward:
                 continue  # nothing to compute
             if backward.may_skip:
                 options["needs"] = needs
-            tensors = {n: {**kept, **grads}.get(n) for n in backward.tensors}
+            tensors = {n: None if n in gone else {**kept, **grads}.get(n) for n in backward.tensors}
             yield backward.call(tensors, options, call.device, deterministic=call.deterministic)
 
     def _most_found(self, kept: Mapping[str, Any], call: Call) -> dict[str, TensorFacts | None]:

@@ -37,17 +37,29 @@ def in_place(op: Op[R], **into: str | tuple[str, ...]) -> Op[R]:
         TilewrightError: a name that the op does not know, an output that some calls do not have, no input that every
             call gives, or an op that has a form already.
     """
-    from tilewright.core import entry
-
     named = {output: (names,) if isinstance(names, str) else tuple(names) for output, names in into.items()}
     faults = list(_faults(op, named))
     if faults:
         raise TilewrightError(f"the in-place form of op {op.name} does not agree with it: {'; '.join(faults)}")
-    form = InPlace(op, named)
+    return _install(InPlace(op, named))
+
+
+def add_spending_forms(op: Op[Any]) -> None:
+    """The forms that gradients ask for (`Gradient.spends`), once `op`, the second of the two ops, is declared. They are
+    for autograd and not listed: what they overwrite may be absent, and then there is nothing to call."""
+    for gradient in registry.gradients_with(op.name):
+        backward = registry.op(gradient.op)
+        if gradient.spends and not backward.into:
+            _install(InPlace(backward, {output: (name,) for output, name in gradient.spends.items()}, listed=False))
+
+
+def _install(form: InPlace[R]) -> Op[R]:
+    from tilewright.core import entry
+
     registry.check_form(form)
     entry.install(form)
     registry.add_form(form)
-    op.into = named
+    form.of.into = form.into
     return form
 
 
@@ -71,9 +83,9 @@ def _faults(op: Op[Any], into: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
 class InPlace(Op[R]):
     """The in-place form of `functional`: called, explained and pinned like any op. It has no gradient."""
 
-    def __init__(self, functional: Op[R], into: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, functional: Op[R], into: Mapping[str, tuple[str, ...]], *, listed: bool = True) -> None:
         self.__dict__.update(functional.__dict__)
-        self.of, self.into = functional, into
+        self.of, self.into, self.listed = functional, into, listed
         self.name = self.__name__ = f"{functional.name}_"
         self.gradient, self.saved = None, {}
         self.__doc__ = f"`{functional.name}` in place: {self.written()}. No gradient.\n\n{functional.__doc__}"
@@ -122,7 +134,9 @@ class InPlace(Op[R]):
         into = self.targets(tensors)
         for output, name in into.items():
             made, place = call.tensors[output], call.tensors[name]
-            assert made is not None and place is not None
+            assert made is not None
+            if place is None:
+                raise self.refuse(name, "None, and it is overwritten", f"{self.of.name} would do")
             if (place.shape, place.dtype) != (made.shape, made.dtype):
                 raise self.refuse(name, f"{place}, to be overwritten by {made}", f"{self.of.name} returns it")
             if overlaps_itself(place):

@@ -10,6 +10,7 @@ alone. Where calls differ in what they overwrite, each way is an overload, named
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,14 +22,42 @@ from tilewright.core.errors import InvalidArgument, NoGradient
 from tilewright.core.in_place import InPlace, Targets
 from tilewright.core.op import Op
 
+
+class _Nodes(torch._ops._OpNamespace):
+    """`torch.ops.tilewright`: a name that is not there yet may be one of a family that is not imported yet, as when an
+    exported program is loaded."""
+
+    __module__ = torch._ops.__name__  # nodes are pickled by it
+    here = threading.local()
+    """`defining`: in this thread torch asks for a name because it is being defined."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if getattr(self.here, "defining", False):
+                raise
+            registry.ops()  # every family, and what plug-ins declare
+            return super().__getattr__(name)
+
+
 NodeRun = Callable[[Op[Any], Sequence[Any], dict[str, Any], str | None, bool], list[Any]]
 
 _library = torch.library.Library("tilewright", "DEF")
+setattr(torch.ops, _library.ns, _Nodes(_library.ns))
 _SCHEMA = {float: "float", int: "int", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
 def define(op: Op[Any], run: NodeRun) -> None:
     """Register the op's nodes: schema, implementation, fake, gradient."""
+    _Nodes.here.defining = True
+    try:
+        _define_all(op, run)
+    finally:
+        _Nodes.here.defining = False
+
+
+def _define_all(op: Op[Any], run: NodeRun) -> None:
     if isinstance(op, InPlace):
         for into in op.every_target():
             _define_in_place(op, run, into)
@@ -248,8 +277,9 @@ class _Refuse(torch.autograd.Function):
 
 def refuse_gradient(op: Op[Any]) -> NoReturn:
     """Raise what an op without a gradient says."""
-    if registry.served_by(op.name):
-        raise NoGradient(f"{op.name} has no gradient: double backward (create_graph=True) is not supported")
+    if registry.served_by(op.functional.name):
+        name = op.functional.name
+        raise NoGradient(f"{name} has no gradient: double backward (create_graph=True) is not supported")
     if op.functional is not op:
         raise NoGradient(f"{op.name} has no gradient: use {op.functional.name}, or call it under torch.no_grad()")
     raise NoGradient(f"{op.name} has no gradient: call it under torch.no_grad() or on detached inputs")

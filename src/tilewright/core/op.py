@@ -67,7 +67,17 @@ class Gradient:
     which it is not kept.
 
     `coo` maps outputs that hold rows of an input's gradient, one an entry, to the outputs that hold which row each is:
-    the gradient is then a sparse tensor of the input's shape, uncoalesced. `finds` are vectors of a number an entry, as
+    the gradient is then a sparse tensor of the input's shape, uncoalesced.
+
+    `spends` maps outputs to parameters of `takes` that they may overwrite: what forward saved for this alone. In eager
+    the first run of the backward op is given it and writes there, so that no memory is taken and, where the numbers are
+    right already, none moved; a later run, on a retained graph, has None for it and does without. Where others see what
+    is saved (graphs that are compiled, hooks of saved tensors) nothing is overwritten: see `spent.py`.
+
+    `seldom` names outputs, the last ones, that are by-products and hardly ever have an upstream gradient: benchmarks
+    time the backward op without it, and rivals need not compute them.
+
+    `finds` are vectors of a number an entry, as
     many as values decide: torch finds them when the gradient is computed, from what their definitions name of the
     forward; the rule, on the backward op's tensors, says how many there may be. The host waits for that, so such a
     gradient is refused in the capture of a CUDA graph and where tensors have no values (torch.compile). The op may be
@@ -81,6 +91,8 @@ class Gradient:
     only: Mapping[str, str] = field(default_factory=dict)
     finds: Mapping[str, Saved] = field(default_factory=dict)
     coo: Mapping[str, str] = field(default_factory=dict)
+    spends: Mapping[str, str] = field(default_factory=dict)
+    seldom: tuple[str, ...] = ()
 
     def names(self, input: str) -> tuple[str, ...]:
         """What may be the gradient of `input`, in order."""
@@ -96,9 +108,10 @@ class Gradient:
         return {name for n in self.gives if n not in absent for name in self.names(n)}
 
     def parameters(self, given: Callable[[str], bool]) -> set[str]:
-        """Parameters of the backward op that a call with the inputs that are `given` fills."""
+        """Parameters of the backward op that a call with the inputs that are `given` usually fills."""
         kept = (param for param, source in self.kept(given).items() if given(source))
-        return {*self.grads.values(), *kept, *self.finds}
+        upstream = (param for out, param in self.grads.items() if out not in self.seldom)
+        return {*upstream, *kept, *self.finds}
 
 
 @dataclass(eq=False, repr=False)
@@ -270,12 +283,13 @@ def op(*, family: str, **declared: Any) -> Callable[[Callable[..., R]], Op[R]]:
     """Declare an op from its reference. See `Op` for what else is declared; registers it with the library."""
 
     def declare(reference: Callable[..., R]) -> Op[R]:
-        from tilewright.core import entry, registry
+        from tilewright.core import entry, in_place, registry
 
         made: Op[R] = Op(reference.__name__, family, reference, **declared)
         registry.check_op(made)  # before torch hears of it, which takes a name once: a mended declaration must do
         entry.install(made)
         registry.add_op(made)
+        in_place.add_spending_forms(made)
         return made
 
     return declare

@@ -129,10 +129,15 @@ def _definition(op: Op[Any], call: Call) -> Run:
         results: list[Any] = []
         for made in found:
             shared = made is not None and any(made is t for t in (*tensors, *results))
-            results.append(made if made is None else _copy(made) if shared else made.contiguous())
+            results.append(made if made is None else _copy(made) if shared else _own(made.contiguous()))
         return results
 
     return run
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same memory; of several outputs that are views autograd would let none be changed in place."""
+    return tensor.data if tensor._is_view() else tensor
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class Probes:
     option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
     `long` names sizes that are numbers of rows, which checks cut to what fits.
     `varied` are sets of named sizes worth telling apart from the usual ones (head dimensions, heads in groups).
-    `flat`: M is exactly one dimension, whatever leading shape is asked for, and may stand behind others. `small` makes
-    an extent that a check can bear of one that it cannot, where the work is more than the memory of the tensors
+    `flat`: M is exactly one dimension, whatever leading shape is asked for, and need not be the first. `small` makes an
+    extent that a check can bear of one that it cannot, where the work is more than the memory of the tensors
     (attention).
     """
 
@@ -99,9 +99,9 @@ class Probes:
                 continue
             many = len(shape) - len(words) + 1  # leading dimensions
             if "M" in words:
-                place = words.index("M")
-                lead, words = shape[place : place + many], words[:place] + words[place + 1 :]
-                shape = shape[:place] + shape[place + many :]
+                at = words.index("M")
+                lead, shape = shape[at : at + many], shape[:at] + shape[at + many :]
+                del words[at]
             for word, size in zip(words, shape, strict=True):
                 if word.endswith("C"):
                     columns = size // int(word[:-1] or 1)

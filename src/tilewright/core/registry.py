@@ -1,8 +1,8 @@
 """The table of ops, kernels and backends, and how third parties add theirs.
 
-Registration is data only: nothing heavy is imported. Packages add kernels, and ops in the modules that this imports,
-through the entry-point group `tilewright.kernels`; one that fails to load is kept in `load_failures` and shown, never
-raised.
+Registration is data only: nothing heavy is imported, and the library's own families not before one of their names is
+asked for. Packages add kernels, and ops in the modules that this imports, through the entry-point group
+`tilewright.kernels`; one that fails to load is kept in `load_failures` and shown, never raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.core.backend import Backend
 from tilewright.core.capability import Capability
 from tilewright.core.errors import TilewrightError, UnknownName
 from tilewright.core.kernel import Kernel
-from tilewright.core.op import Op
+from tilewright.core.op import Gradient, Op
 
 ENTRY_POINTS = "tilewright.kernels"
 
@@ -29,6 +29,10 @@ _forms: dict[str, Op[Any]] = {}
 """In-place forms, by the names of their ops."""
 _kernels: dict[str, list[Kernel]] = {}
 _backends: dict[str, str] = {}
+_families: list[str] = []
+"""Modules that declare ops when they are imported."""
+_importing = threading.RLock()
+"""Held while one is: what another thread has begun to declare, it has not finished."""
 _listeners: list[Callable[[], None]] = []
 _lock = threading.RLock()
 _loading = threading.RLock()
@@ -47,6 +51,35 @@ class LoadFailure:
 
 
 load_failures: list[LoadFailure] = []
+
+
+def add_families(modules: Iterable[str]) -> None:
+    """Modules that declare ops and export them by `__all__`, to be imported when a name is looked for."""
+    _families.extend(module for module in modules if module not in _families)
+
+
+def export(name: str) -> Any:
+    """What a family exports by this name, or None. Families are imported, in order, until one does."""
+    with _importing:
+        for module in map(importlib.import_module, _families):
+            if name in module.__all__:
+                return getattr(module, name)
+    return None
+
+
+def exports() -> list[str]:
+    """All that families export."""
+    with _importing:
+        return [name for module in map(importlib.import_module, _families) for name in module.__all__]
+
+
+def load_families(enough: Callable[[], bool] = lambda: False) -> None:
+    """Import the families, in order, until it is enough."""
+    with _importing:
+        for module in _families:
+            if enough():
+                return
+            importlib.import_module(module)
 
 
 def check_op(op: Op[Any]) -> None:
@@ -96,13 +129,15 @@ def form_of(name: str) -> Op[Any]:
 
 
 def forms() -> list[Op[Any]]:
-    """Every in-place form, those of plug-ins included."""
+    """Every in-place form that is listed, those of plug-ins included."""
+    load_families()
     _load_plugins()
-    return list(_forms.values())
+    return [form for form in _forms.values() if getattr(form, "listed", True)]
 
 
 def find(name: str) -> Op[Any]:
     """An op or, by its own name, an in-place form."""
+    load_families(lambda: name in _ops or name in [form.name for form in _forms.values()])
     if name not in _ops:
         _load_plugins()
     return next((form for form in _forms.values() if form.name == name), None) or op(name)
@@ -156,6 +191,7 @@ def backend_names() -> list[str]:
 
 
 def op(name: str) -> Op[Any]:
+    load_families(lambda: name in _ops)
     if name not in _ops:
         _load_plugins()  # a plug-in may declare it
     if name not in _ops:
@@ -165,6 +201,7 @@ def op(name: str) -> Op[Any]:
 
 def ops() -> list[Op[Any]]:
     """Every op, those of plug-ins included, the library's own first."""
+    load_families()
     _load_plugins()
     return list(_ops.values())
 
@@ -172,6 +209,12 @@ def ops() -> list[Op[Any]]:
 def served_by(gradient: str) -> list[Op[Any]]:
     """The ops that name `gradient` as a gradient of theirs; none for an op that is not one."""
     return [o for o in list(_ops.values()) if any(one.op == gradient for one in o.gradients)]
+
+
+def gradients_with(name: str) -> list[Gradient]:
+    """The gradients of or by the op of this name, as far as both ops are declared."""
+    known = [(o.name, one) for o in list(_ops.values()) for one in o.gradients if one.op in _ops]
+    return [one for owner, one in known if name in (owner, one.op)]
 
 
 def kernels_of(op_name: str) -> list[Kernel]:
@@ -190,7 +233,10 @@ def _load_plugins() -> None:
         _plugins_begun = True
         import importlib.metadata
 
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+        if entries:
+            load_families()  # the library's own names come first
+        for entry in entries:
             try:
                 found = entry.load()
                 add_kernels(found() if callable(found) else found)

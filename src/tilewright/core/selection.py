@@ -84,7 +84,7 @@ def weigh(
         declared = order.index(kernel.backend) * 100 if kernel.preference is None else kernel.preference
         candidate = Candidate(kernel, None, reasons, (declared, place))
         if not reasons:
-            _choose_config(candidate, call, layout, cls, metric)
+            _choose_config(candidate, call, layout, cls)
         candidates.append(candidate)
     candidates.sort(key=lambda c: _order(c, metric))
     chosen, why = _choose(candidates, backend, wanted, metric)
@@ -147,9 +147,13 @@ def _load_failures() -> list[str]:
     return [f"plug-in {failure.name} could not be loaded: {failure.error}" for failure in registry.load_failures]
 
 
-def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metric: Metric) -> None:
+def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str) -> None:
     """The first config, among those not known to be wrong or broken, inside the tie band of the fastest; the kernel's
-    own first guess without times."""
+    own first guess without times.
+
+    Configs are told apart by kernel time in eager mode too: the host does the same for each, and its noise is larger
+    than what they differ by.
+    """
     kernel, arch = candidate.kernel, call.device.arch
     refused: list[Reason] = []
     usable: list[tuple[Config, Verdict | None, Time | None]] = []
@@ -167,8 +171,8 @@ def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str, metr
         return
     timed = [u for u in usable if u[2] is not None and not u[2].shipped] or [u for u in usable if u[2] is not None]
     if timed:
-        best = min(u[2].us(metric) for u in timed if u[2])
-        usable = [u for u in timed if u[2] and u[2].tied(metric, best)]
+        best = min(u[2].kernel_us for u in timed if u[2])
+        usable = [u for u in timed if u[2] and u[2].tied("kernel_us", best)]
     candidate.config, candidate.verdict, candidate.time = usable[0]
 
 

@@ -1,7 +1,7 @@
 """What a set of times leads to, and how sure that is. Pure arithmetic: nothing here runs, reads or writes anything.
 
 `choice` is selection's own rule (`core/selection.py`) over times alone: within a kernel the first config inside the tie
-band of its best, among kernels the first declared inside the tie band of the fastest.
+band of its best kernel time, among kernels the first declared inside the tie band of the fastest by the given metric.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tilewright.core.times import TIE_BAND, tied
 
 SWEEPS = 3
+NEAR = 0.015
+"""Pairs so far outside the tie band could still be chosen, had the samples come out otherwise."""
 
 Rounds = Sequence[Mapping[int, float]]
 """Samples by round: {place of the pair: microseconds}."""
@@ -28,20 +30,32 @@ class Place:
     config: int
 
 
-def choice(times: Mapping[int, float], places: Sequence[Place], errors: Mapping[int, float] | None = None) -> int:
-    """The pair that selection takes, given each one's time and the relative standard error of it."""
-    errors = errors or {}
-    kernels: dict[tuple[int, ...], list[int]] = {}
-    for pair in times:
-        kernels.setdefault(places[pair].kernel, []).append(pair)
-    served: list[int] = []
-    for pairs in kernels.values():
-        best = min(times[p] for p in pairs)
-        equals = [p for p in pairs if tied(times[p], errors.get(p, 0.0), best)]
-        served.append(min(equals, key=lambda p: places[p].config))
-    best = min(times[p] for p in served)
-    equals = [p for p in served if tied(times[p], errors.get(p, 0.0), best)]
-    return min(equals, key=lambda p: places[p].kernel)
+@dataclass(frozen=True)
+class Times:
+    """Microseconds by pair, with their relative standard errors where these are known."""
+
+    us: Mapping[int, float]
+    errors: Mapping[int, float] = field(default_factory=dict)
+
+    def tied(self, pairs: Iterable[int], band: float = TIE_BAND) -> list[int]:
+        """Those not shown to be slower than the best of them by more than the band."""
+        pairs = list(pairs)
+        best = min(self.us[p] for p in pairs)
+        return [p for p in pairs if tied(self.us[p], self.errors.get(p, 0.0), best, band)]
+
+
+def choice(times: Times, kernels: Times, places: Sequence[Place]) -> int:
+    """The pair that selection takes by `times`, of the metric asked for; configs are told apart by kernel time."""
+    served = [min(equals, key=lambda p: places[p].config) for equals in _of_each_kernel(kernels, places, TIE_BAND)]
+    return min(times.tied(served), key=lambda p: places[p].kernel)
+
+
+def _of_each_kernel(kernels: Times, places: Sequence[Place], band: float) -> list[list[int]]:
+    """Of each kernel, the pairs inside the band of its best."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for pair in kernels.us:
+        found.setdefault(places[pair].kernel, []).append(pair)
+    return [kernels.tied(pairs, band) for pairs in found.values()]
 
 
 def middle(values: Sequence[float]) -> float:
@@ -76,10 +90,9 @@ def error(values: Sequence[float]) -> float:
     return 0.8 * (upper - lower) / math.sqrt(len(values))
 
 
-def estimates(rounds: Rounds) -> dict[int, tuple[float, float]]:
-    """Each pair's time, the middle of its samples without the drift, and the relative standard error of it."""
-    logs = {pair: list(samples.values()) for pair, samples in steady(rounds).items()}
-    return {pair: (math.exp(middle(values)), error(values)) for pair, values in logs.items()}
+def estimates(rounds: Rounds) -> Times:
+    """Each pair's time, the middle of its samples without the drift."""
+    return _times(steady(rounds))
 
 
 @dataclass(frozen=True)
@@ -91,26 +104,36 @@ class Settled:
     contenders: frozenset[int]
 
 
-def settled(rounds: Rounds, places: Sequence[Place], *, draws: int = 64, near: float = 0.015) -> Settled:
-    """Draw rounds again with replacement and see how often the choice stays the same.
+def settled(rounds: Rounds, kernel_rounds: Rounds, places: Sequence[Place], *, draws: int = 64) -> Settled:
+    """Draw rounds again with replacement and see how often the choice by `rounds`' metric stays the same.
 
     The generator is seeded: the same samples always lead to the same answer.
     """
-    samples = steady(rounds)
-    best = {pair: math.exp(middle(list(logs.values()))) for pair, logs in samples.items()}
-    errors = {pair: error(list(logs.values())) for pair, logs in samples.items()}
-    chosen = choice(best, places, errors)
-    fastest = min(best.values())
-    near_ones = (pair for pair, us in best.items() if tied(us, errors[pair], fastest, TIE_BAND + near))
-    contenders = frozenset({chosen, *near_ones})
+    samples, inner = steady(rounds), steady(kernel_rounds)
+    times, kernels = _times(samples), _times(inner)
+    chosen = choice(times, kernels, places)
+    near = TIE_BAND + NEAR
+    close = _of_each_kernel(kernels, places, near)
+    served = {min(pairs, key=lambda p: times.us[p]): pairs for pairs in close}
+    contenders = frozenset({chosen}.union(*(served[p] for p in times.tied(served, near))))
     generator = random.Random(len(rounds))
     numbers = sorted({number for pair in contenders for number in samples[pair]})
     agreed = 0
     for _ in range(draws):
         drawn = generator.choices(numbers, k=len(numbers))
-        found = {}
-        for pair in contenders:
-            logs = [samples[pair][n] for n in drawn if n in samples[pair]] or list(samples[pair].values())
-            found[pair] = math.exp(middle(logs))
-        agreed += choice(found, places, errors) == chosen
+        found = (
+            {
+                p: math.exp(middle([logs[p][n] for n in drawn if n in logs[p]] or list(logs[p].values())))
+                for p in contenders
+            }
+            for logs in (samples, inner)
+        )
+        agreed += choice(Times(next(found), times.errors), Times(next(found), kernels.errors), places) == chosen
     return Settled(chosen, agreed / draws, contenders)
+
+
+def _times(samples: Mapping[int, Mapping[int, float]]) -> Times:
+    logs = {pair: list(found.values()) for pair, found in samples.items()}
+    return Times(
+        {p: math.exp(middle(found)) for p, found in logs.items()}, {p: error(found) for p, found in logs.items()}
+    )

@@ -6,11 +6,11 @@ Taking a sample is the caller's business, so this runs on any clock; the arithme
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.core.times import Metric, Time
-from tilewright.tune.decide import Place, Settled, estimates, settled
+from tilewright.tune.decide import Place, Rounds, Settled, estimates, settled
 
 METRICS: tuple[Metric, Metric] = ("call_us", "kernel_us")
 Sampler = Callable[[int], tuple[float, float] | None]
@@ -65,7 +65,7 @@ def run(sampler: Sampler, places: Sequence[Place], effort: Effort = EFFORT) -> T
         if result.rounds < effort.least:
             continue
         before = result.settled
-        result.settled = {metric: settled(found, places) for metric, found in taken.items()}
+        result.settled = _settled(taken, places)
         enough = result.rounds >= effort.close
         unsure = [
             s for m, s in result.settled.items()
@@ -75,14 +75,17 @@ def run(sampler: Sampler, places: Sequence[Place], effort: Effort = EFFORT) -> T
             break
         active = sorted(frozenset().union(*(s.contenders for s in unsure)) & set(alive))
     if alive and set(result.settled) != set(METRICS):
-        result.settled = {metric: settled(found, places) for metric, found in taken.items()}
+        result.settled = _settled(taken, places)
     if not alive:
         return Timed(rounds=result.rounds)
     calls, kernels = (estimates(taken[metric]) for metric in METRICS)
     for p in alive:
-        (call_us, call_error), (kernel_us, kernel_error) = calls[p], kernels[p]
-        result.times[p] = Time(call_us, kernel_us, call_error, kernel_error)
+        result.times[p] = Time(calls.us[p], kernels.us[p], calls.errors[p], kernels.errors[p])
     return result
+
+
+def _settled(taken: Mapping[Metric, Rounds], places: Sequence[Place]) -> dict[Metric, Settled]:
+    return {metric: settled(found, taken["kernel_us"], places) for metric, found in taken.items()}
 
 
 def _stands(now: Settled, before: Settled | None, sure: float) -> bool:

@@ -182,7 +182,8 @@ def _bend(tensor: Tensor, layout: str) -> Tensor:
         return tensor
     kind, _, number = layout.partition(" ")
     shape, columns = tuple(tensor.shape), tensor.shape[-1]
-    nothing = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+    whole = tensor.dtype != torch.bool and not tensor.is_floating_point()
+    nothing = torch.iinfo(tensor.dtype).min if whole else False if tensor.dtype == torch.bool else math.nan
     if kind == "expanded":
         return tensor.flatten()[:1].reshape([1] * tensor.dim()).expand(shape) if tensor.numel() else tensor
     if kind == "columns":  # every second column

@@ -128,6 +128,8 @@ def _can_alias(op: Op[Any], call: Call) -> bool:
     form = op.in_place
     assert isinstance(form, InPlace)
     into = form.targets(call.tensors)
+    if any(call.tensors[name] is None for name in into.values()):
+        return False
     return replace(call, into=into).aliased == into
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.activation import affine_configs, configs
 
@@ -89,4 +89,19 @@ TILELANG_KERNELS += [
     for op, function in AFFINE
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+TILE_KERNELS = [
+    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
+    for op, function in PASSES
+]
+
+TILE_KERNELS += [
+    Kernel(op, "tile", f"{_HERE}.tile_affine:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
+    for op, function in (
+        ("scale_bias_add", "affine_forward"),
+        ("scale_bias_add_backward", "affine_backward"),
+        ("bias_act", "bias_forward"),
+        ("bias_act_backward", "bias_backward"),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

@@ -14,7 +14,8 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.attention.configs import Shape, by_descriptor, width_of
-from tilewright.ops.configs import power_of_2_at_least, shared_bytes
+from tilewright.ops.configs import power_of_2_at_least
+from tilewright.ops.shared_memory import shared_bytes
 
 Pair = tuple[Shape, Shape]
 """Queries, keys, warps and stages of a program that owns keys, and of one that owns queries."""

@@ -1,5 +1,5 @@
-"""How attention is cut into tiles for Triton, best guess first, and which fit the shared memory of a device. Needs no
-compiler.
+"""How attention is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
+device. Needs no compiler.
 
 Keys: `m` packed queries and `n` keys a tile; `parts` programs that share the keys of a tile; `tma` 1 where keys and
 values come through descriptors; `apart` 1 where warps specialise; warps and pipeline stages.
@@ -14,7 +14,8 @@ import torch
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
-from tilewright.ops.configs import power_of_2_at_least, shared_bytes
+from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
+from tilewright.ops.shared_memory import shared_bytes
 
 Shape = tuple[int, int, int, int]
 """m, n, warps, stages."""
@@ -134,3 +135,36 @@ def countable(call: Call) -> Iterable[Reason]:
     for facts in (call.q, call.k):
         if facts.shape[-3] >= 1 << 30:
             yield Reason(facts.name, f"{facts.shape[-3]} tokens; takes fewer than 2^30")
+
+
+TILELANG: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, 128, 256), (64, 64, 128), (128, 64, 256)),
+    128: ((128, 64, 256), (64, 64, 128)),
+    256: ((64, 64, 128), (128, 32, 256), (64, 32, 128)),
+}
+"""m, n, threads in half precision, by the width of a head."""
+TILELANG_SINGLE = {64: ((32, 32, 128),), 128: ((32, 32, 128), (16, 32, 128)), 256: ((16, 16, 128),)}
+
+
+def tilelang_configs(call: Call) -> tuple[Config, ...]:
+    """The same for TileLang, whose tiles are of one head and have at least 16 queries a warp in half precision."""
+    wide, size = max(64, width_of(call.q), width_of(call.v)), call.q.dtype.itemsize
+    wanted = (TILELANG_SINGLE if call.q.dtype == torch.float32 else TILELANG)[wide]
+    if power_of_2_at_least(call.q.shape[-3]) <= 64:
+        wanted = tuple(dict.fromkeys((min(m, 64), n, 128) for m, n, _ in wanted))
+    found = []
+    for m, n, threads in wanted:
+        tiles = (m + n) * width_of(call.q) * size + n * width_of(call.v) * size
+        if tiles + m * n * (4 if size == 4 else 1) <= shared_bytes(call.device):
+            found.append(Config(m=m, n=n, threads=threads))
+    return tuple(found)
+
+
+def few_tiles(call: Call) -> Iterable[Reason]:
+    """The blocks of a TileLang launch are counted in 32 bits."""
+    batch = call.q.shape[0] if len(call.q.shape) == 4 else 1
+    tiles = batch * call.q.shape[-2] * (call.q.shape[-3] // 16 + 1)
+    if "cu_seqlens_q" in call.tensors:
+        tiles += call.q.shape[-2] * call.cu_seqlens_q.shape[0]
+    if tiles > MOST_BLOCKS:
+        yield Reason("q", f"{tiles} tiles of 16 rows; takes {MOST_BLOCKS}", "split the batch")

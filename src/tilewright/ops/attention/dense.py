@@ -114,6 +114,7 @@ def wanted(name: str, index: int) -> OutRule:
         grads={"o": "do", "lse": "dlse"},
         takes={n: n for n in ("q", "k", "v", "o", "lse", "state", "kv_len", "prefix_kv_len", "mask")},
         gives={"q": "dq", "k": "dk", "v": "dv"},
+        seldom=("lse",),
     ),
     check=_check,
     cost=_cost,
@@ -121,7 +122,7 @@ def wanted(name: str, index: int) -> OutRule:
     narrowed=lambda t, o: _scales(t, o, 1),
     probes=inputs.FORWARD,
     workloads=workloads.DENSE,
-    rounding="once, at the output; a kernel may round P to the dtype of v for its product, in half precision",
+    rounding=scales.ROUNDING,
 )
 def attention(
     q: Tensor,
@@ -149,6 +150,9 @@ def attention(
     j < prefix_kv_len[b]; mask[b, h, i, j]. p_i is i for align "top_left" (torch), i + kv_len[b] - Sq for
     "bottom_right" (FlashAttention). What is not seen counts for nothing: a query that sees no key gives o = 0 and
     lse = -Inf, and keys past kv_len are not read, so they may be NaN. Values that only some queries see must be finite.
+
+    o is rounded once. In half precision a kernel may round the weights to the dtype of v before they meet it; checks
+    then allow an ulp of each such term.
 
     Args:
         q: [B, Sq, Hq, D], fp32, fp16 or bf16. Views of a fused projection and of [B, H, S, D] are read in place.
@@ -187,7 +191,7 @@ def attention(
     narrowed=lambda t, o: _scales_backward(t, o, 1),
     probes=inputs.BACKWARD,
     workloads=workloads.DENSE,
-    rounding="each output once; a kernel may round P and dS for their products, in half precision",
+    rounding=scales.ROUNDING_BACKWARD,
 )
 def attention_backward(
     do: Tensor | None,
@@ -214,6 +218,8 @@ def attention_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of `attention` (Dao et al., 2022): with P = exp(S - lse), Z = keep / (1 - p), delta = sum do o,
     dP = (do v^T) Z and dS = P (dP - delta + dlse) scale: dq = dS k, dk = dS^T q, dv = (P Z)^T do.
+
+    In half precision a kernel may round P Z and dS before these products; checks then allow an ulp of each such term.
 
     Args:
         do: [B, Sq, Hq, Dv], upstream gradient of o, or None. Any strides.

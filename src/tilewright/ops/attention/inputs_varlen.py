@@ -1,6 +1,7 @@
 """How inputs of varlen attention are made: M is the number of query tokens, C that of key tokens.
 
-Sequences are derived from both: of uneven lengths, some of them empty, with a few tokens left behind the last one.
+Sequences are derived from both: of uneven lengths, some of them empty; in checks a few tokens are left behind the
+last one.
 """
 
 from __future__ import annotations
@@ -37,21 +38,17 @@ def small(extent: Extent) -> Extent:
 
 
 def starts(tokens: int, count: int, device: torch.device, turn: int) -> Tensor:
-    """[count + 1] starts: lengths as 3, 0, 1, 4, 2 (from the `turn`-th on), and one token in 16 left behind."""
+    """[count + 1] starts: lengths as 3, 0, 1, 4, 2 (from the `turn`-th on). Of as many tokens as checks have, one in 16
+    is left behind."""
     share = torch.tensor([(3, 0, 1, 4, 2)[(i + turn) % 5] for i in range(count)], dtype=torch.int64)
     total = int(share.sum()) or 1
-    used = tokens - tokens // 16
+    used = tokens - (tokens // 16 if tokens <= MOST_TOKENS else 0)
     ends = (share.cumsum(0) * used).div(total, rounding_mode="floor")
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device)
 
 
 def _starts(shape: tuple[int, ...], generator: torch.Generator, device: Any, sizes: Mapping[str, int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
-
-
-def _gradient(shape: tuple[int, ...], generator: torch.Generator, device: Any, sizes: Mapping[str, int]) -> Tensor:
-    """Of lse."""
-    return torch.randn(shape, generator=generator, device=device)
 
 
 def derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -103,7 +100,7 @@ BACKWARD = Probes(
     options=(*OPTIONS, *({"needs": needs} for needs in ((True, False, False), (False, True, True)))),
     absent=(("dlse",), (), ("do",)),
     sizes=SIZES,
-    values={**_VALUES, "state": inputs.number, "lse": inputs.statistic, "dlse": _gradient},
+    values={**_VALUES, "state": inputs.number, "lse": inputs.statistic},
     dtypes=_DTYPES,
     tables=("k", "v"),
     varied=VARIED,

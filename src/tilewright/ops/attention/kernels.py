@@ -79,4 +79,19 @@ TRITON_KERNELS = [
     )
 ]
 
-KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:forward",
+        Capability(
+            (cuda(80),),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, configs.few_tiles),
+        ),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op in ("attention", "varlen_attention")
+]
+
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS]

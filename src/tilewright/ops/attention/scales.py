@@ -14,6 +14,15 @@ from torch import Tensor
 
 from tilewright.ops.attention.softmax import gathered, products, score_gradient, weighted, weights
 
+ROUNDING = (
+    "once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp of each "
+    "term is then allowed"
+)
+ROUNDING_BACKWARD = (
+    "each output once; a kernel may round P and dS for their products, in half precision: an ulp of each term is then "
+    "allowed"
+)
+
 Scales = dict[str, Tensor]
 
 

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.attention import triton_tiles as shared
+from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
 from tilewright.ops.attention.softmax import scale_of
-from tilewright.ops.attention.triton_tiles import kept, place_of, seen_by
+from tilewright.ops.attention.triton_tiles import kept, place_of, precision, seen_by
 
 DESCRIPTOR = 128
 """Bytes of one."""
@@ -99,18 +99,20 @@ def attention_forward(
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
-    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
-    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
-    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    unit = tl.full((), UNIT, tl.int64)  # not the number itself: a stride that fits 32 bits may not when multiplied
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
     program = tl.program_id(0)
     part = program % PARTS
     program = program // PARTS
     # Tiles of one head follow each other, so that what runs at a time shares keys in the L2; the last ones, which see
     # the most, go first.
     slot = tiles.to(tl.int32) - 1 - program % tiles.to(tl.int32)
-    unit = program // tiles.to(tl.int32)
-    units = (heads // PACK).to(tl.int32)
-    batch, head = (unit // units).to(tl.int64), (unit % units).to(tl.int64) * PACK
+    group_of_heads = program // tiles.to(tl.int32)
+    groups = (heads // PACK).to(tl.int32)
+    batch = (group_of_heads // groups).to(tl.int64)
+    head = (group_of_heads % groups).to(tl.int64) * PACK
     tile, first_query, queries, first_key, there = place_of(
         slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, PACK, M
     )
@@ -215,7 +217,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     q, k, v = call.q, call.k, call.v
     pack, parts = packed_heads(call), config.parts
     batch = q.shape[0] if len(q.shape) == 4 else 1
-    count, unit = shared.tiles_of(call, config.m, pack), shared.unit_of(q, k, v)
+    count, unit = arguments.tiles_of(call, config.m, pack), arguments.unit_of(q, k, v)
     tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("q", "k", "v", "o", "lse", "state")}
     if parts > 1:
         lines = batch * q.shape[-2] * q.shape[-3] * parts
@@ -224,15 +226,15 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     args: dict[str, Argument] = {
         **tensors,
         **{name: call.tensors[name] if drops else None for name in ("seed", "offset", "state")},
-        **shared.strides(q, unit), **shared.strides(k, unit), **shared.strides(v, unit),
-        **shared.mask_arguments(call), **shared.heads_of(call), **shared.number_arguments(call),
+        **arguments.strides(q, unit), **arguments.strides(k, unit), **arguments.strides(v, unit),
+        **arguments.mask_arguments(call), **arguments.heads_of(call), **arguments.number_arguments(call),
         "tiles": count,
     }  # fmt: skip
     constants = {
-        **shared.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
+        **arguments.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
         "TMA": bool(config.tma), "APART": bool(config.apart), "PACK": pack, "PARTS": parts,
         "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
-        "UNIT": unit, "PRECISION": shared.precision(call),
+        "UNIT": unit, "PRECISION": precision(call),
     }  # fmt: skip
     programs = count * batch * (q.shape[-2] // pack) * parts
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -18,13 +18,13 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.attention import triton_tiles as shared
+from tilewright.ops.attention import arguments
 from tilewright.ops.attention.backward_configs import DELTA_ROWS
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton import DESCRIPTOR
 from tilewright.ops.attention.triton_backward_walks import LOG2E, tile_of, walk_keys, walk_queries
-from tilewright.ops.attention.triton_tiles import place_of, seen_by, seers
+from tilewright.ops.attention.triton_tiles import place_of, precision, seen_by, seers
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
@@ -79,16 +79,17 @@ def attention_keys(
     DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys of one head. Where `dq_sum` is given, what they add to dq is added to it."""
-    do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
-    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
-    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
-    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    unit = tl.full((), UNIT, tl.int64)  # a stride that fits 32 bits may not when multiplied
+    do_batch, do_row, do_head = do_batch * unit, do_row * unit, do_head * unit
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
     program = tl.program_id(0)
     # Tiles of one head follow each other, so that what runs at a time shares queries in the L2; the first ones, which
     # most queries see, go first.
-    slot, unit = program % tiles.to(tl.int32), program // tiles.to(tl.int32)
+    slot, pair = program % tiles.to(tl.int32), program // tiles.to(tl.int32)
     key_heads = (heads // GROUP).to(tl.int32)
-    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    batch, key_head = (pair // key_heads).to(tl.int64), (pair % key_heads).to(tl.int64)
     tile, first_key, length, first_query, queries = place_of(
         slot, batch, keys, rows, None, cu_seqlens_k, cu_seqlens_q, count, 1, N
     )
@@ -196,14 +197,15 @@ def attention_queries(
     DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries of one head."""
-    do_batch, do_row, do_head = do_batch * UNIT, do_row * UNIT, do_head * UNIT
-    q_batch, q_row, q_head = q_batch * UNIT, q_row * UNIT, q_head * UNIT
-    k_batch, k_row, k_head = k_batch * UNIT, k_row * UNIT, k_head * UNIT
-    v_batch, v_row, v_head = v_batch * UNIT, v_row * UNIT, v_head * UNIT
+    unit = tl.full((), UNIT, tl.int64)  # a stride that fits 32 bits may not when multiplied
+    do_batch, do_row, do_head = do_batch * unit, do_row * unit, do_head * unit
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
     program = tl.program_id(0)
     slot = tiles.to(tl.int32) - 1 - program % tiles.to(tl.int32)  # as in forward: the last ones see the most
-    unit = program // tiles.to(tl.int32)
-    batch, head = (unit // heads.to(tl.int32)).to(tl.int64), (unit % heads.to(tl.int32)).to(tl.int64)
+    pair = program // tiles.to(tl.int32)
+    batch, head = (pair // heads.to(tl.int32)).to(tl.int64), (pair % heads.to(tl.int32)).to(tl.int64)
     tile, first_query, queries, first_key, there = place_of(
         slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, 1, M
     )
@@ -292,7 +294,7 @@ def backward(call: Call, config: Config) -> list[Launch]:
     if call.has("dk") or call.has("dv"):
         stages.append(common.keys(config, None))
     if call.has("dq"):
-        tiles = shared.tiles_of(call, config.q_m, 1)
+        tiles = arguments.tiles_of(call, config.q_m, 1)
         stages.append(common.launch(attention_queries, config, "q_", tiles, call.q.shape[-2], 2, dq=call.dq))
     return stages
 
@@ -316,7 +318,7 @@ class _Common:
         self.call = call
         self.batch = q.shape[0] if len(q.shape) == 4 else 1
         self.lines = self.batch * q.shape[-2] * q.shape[-3]
-        self.unit = shared.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
+        self.unit = arguments.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
         apart = -(-self.lines // 4) * 4
         self.found: dict[str, Argument] = {
             "do": do, **_strides("do", do, self.unit), "stats": Scratch("stats", (2, apart)), "apart": apart,
@@ -325,12 +327,12 @@ class _Common:
         drops = call.dropout_p > 0.0
         self.inputs: dict[str, Argument] = {
             **self.found, "q": q, "k": k, "v": v, "state": call.state if drops else None, "heads": q.shape[-2],
-            **shared.strides(q, self.unit), **shared.strides(k, self.unit), **shared.strides(v, self.unit),
-            **shared.mask_arguments(call), **_numbers(call),
+            **arguments.strides(q, self.unit), **arguments.strides(k, self.unit), **arguments.strides(v, self.unit),
+            **arguments.mask_arguments(call), **_numbers(call),
         }  # fmt: skip
         self.constants = {
-            **shared.mask_constants(call), **self.widths, "DROPS": drops, "WIDTH": q.columns,
-            "GROUP": shared.heads_of(call)["group"], "PRECISION": shared.precision(call),
+            **arguments.mask_constants(call), **self.widths, "DROPS": drops, "WIDTH": q.columns,
+            "GROUP": arguments.heads_of(call)["group"], "PRECISION": precision(call),
         }  # fmt: skip
 
     def delta(self, dq_sum: Scratch | None) -> Launch:
@@ -365,8 +367,8 @@ class _Common:
 def _numbers(call: Call) -> dict[str, Argument]:
     """The scale with its sign, of scores and of gradients."""
     scale = scale_of(call.scale, call.q.columns)
-    factor = scale if call.q.dtype == torch.float32 else scale * shared.LOG2E
-    return {**shared.number_arguments(call), "factor": factor, "scale": scale}
+    factor = scale if call.q.dtype == torch.float32 else scale * arguments.LOG2E
+    return {**arguments.number_arguments(call), "factor": factor, "scale": scale}
 
 
 def _strides(name: str, facts: TensorFacts | None, unit: int) -> dict[str, Argument]:
@@ -374,7 +376,7 @@ def _strides(name: str, facts: TensorFacts | None, unit: int) -> dict[str, Argum
     if facts is None:
         return {f"{name}_{which}": 0 for which in ("batch", "row", "head")} | {f"{name}_step": None}
     step = facts.column_stride
-    return {**shared.strides(facts, unit), f"{name}_step": None if step == 1 else step}
+    return {**arguments.strides(facts, unit), f"{name}_step": None if step == 1 else step}
 
 
 def _row_strides(name: str, facts: TensorFacts | None) -> dict[str, Argument]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention import triton_tiles as shared
+from tilewright.ops.attention import arguments
 from tilewright.ops.attention.triton_tiles import kept, seen_by
 
-LOG2E = tl.constexpr(shared.LOG2E)
+LOG2E = tl.constexpr(arguments.LOG2E)
 
 
 @triton.jit

@@ -105,6 +105,7 @@ def _cost_backward(call: Call) -> tuple[int, int]:
         grads={"o": "do", "lse": "dlse"},
         takes={n: n for n in ("q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "state")},
         gives={"q": "dq", "k": "dk", "v": "dv"},
+        seldom=("lse",),
     ),
     check=_check,
     check_values=_check_values,
@@ -113,7 +114,7 @@ def _cost_backward(call: Call) -> tuple[int, int]:
     narrowed=lambda t, o: _scales(t, o, 1),
     probes=inputs_varlen.FORWARD,
     workloads=workloads.PACKED,
-    rounding="once, at the output; a kernel may round P to the dtype of v for its product, in half precision",
+    rounding=scales.ROUNDING,
 )
 def varlen_attention(
     q: Tensor,
@@ -169,7 +170,7 @@ def varlen_attention(
     narrowed=lambda t, o: _scales_backward(t, o, 1),
     probes=inputs_varlen.BACKWARD,
     workloads=workloads.PACKED,
-    rounding="each output once; a kernel may round P and dS for their products, in half precision",
+    rounding=scales.ROUNDING_BACKWARD,
 )
 def varlen_attention_backward(
     do: Tensor | None,

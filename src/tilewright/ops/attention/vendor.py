@@ -91,7 +91,8 @@ def _swap(*tensors: Tensor) -> list[Tensor]:
 
 
 def _back(*tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2).contiguous() for t in tensors]
+    """Not as views, of which autograd would let none be changed in place."""
+    return [t.transpose(1, 2).contiguous().data for t in tensors]
 
 
 def _needed(found: Iterable[Tensor], needs: tuple[bool, ...]) -> list[Tensor | None]:
@@ -149,7 +150,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) 
     found, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         a, b, c, None, True, 0.0, o["causal"], scale=scale_of(o["scale"], q.shape[-1])
     )
-    return [*_back(found), lse[..., : q.shape[1]].contiguous(), None][: 2 + saving]
+    return [*_back(found), lse[..., : q.shape[1]].contiguous().data, None][: 2 + saving]
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) -> list[Tensor | None]:
@@ -158,7 +159,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) -> l
     found, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         a, b, c, None, True, 0.0, o["causal"], False, scale=scale_of(o["scale"], q.shape[-1])
     )
-    return [*_back(found), lse.reshape(q.shape[0], q.shape[2], q.shape[1]).contiguous(), None][: 2 + saving]
+    return [*_back(found), lse.reshape(q.shape[0], q.shape[2], q.shape[1]).contiguous().data, None][: 2 + saving]
 
 
 def cudnn_backward(

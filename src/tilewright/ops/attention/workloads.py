@@ -9,9 +9,11 @@ CAUSAL = {"causal": True, "align": "bottom_right"}
 DENSE = (
     Workload("llama-3-8b training, 8192 tokens", 1, 8192, sizes=(8192, 32, 8, 128, 128), options=CAUSAL),
     Workload("qwen3-8b training, 4 x 4096 tokens", 4, 4096, sizes=(4096, 32, 8, 128, 128), options=CAUSAL),
-    Workload("siglip of pi0.5, 2 cameras of 256 patches", 2, 256, sizes=(256, 16, 16, 72, 72)),
-    Workload("pi0.5 prefix, 712 tokens", 1, 712, sizes=(712, 8, 1, 256, 256)),
-    Workload("pi0.5 action expert, 10 of 722", 1, 722, sizes=(10, 8, 1, 256, 256)),
+    Workload("heads of their own, 4 x 4096 tokens", 4, 4096, sizes=(4096, 32, 32, 128, 128), options=CAUSAL),
+    Workload("long context, 2 x 16384 tokens", 2, 16384, sizes=(16384, 16, 16, 64, 64), options=CAUSAL),
+    Workload("siglip of pi0.5, 3 cameras of 256 patches", 3, 256, sizes=(256, 16, 16, 72, 72)),
+    Workload("pi0.5 encoder, 968 tokens", 1, 968, sizes=(968, 8, 1, 256, 256)),
+    Workload("pi0.5 action expert, 10 of 978", 1, 978, sizes=(10, 8, 1, 256, 256)),
     Workload("llama-3-8b decode, 32 sequences of 4096", 32, 4096, sizes=(1, 32, 8, 128, 128)),
     Workload("vit-l, 32 images of 577 patches", 32, 577, sizes=(577, 16, 16, 64, 64)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, columns, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.embedding import configs, sparse_configs, vendor
 
@@ -75,4 +75,13 @@ VENDOR_KERNELS = [
     )
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *SPARSE_KERNELS, *VENDOR_KERNELS]
+TILE_KERNELS = [
+    Kernel(
+        "embedding_bag_mean",
+        "tile",
+        f"{_HERE}.tile:forward",
+        Capability((cpu(),), limits=(columns("weight", most=131072),)),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *SPARSE_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

@@ -62,20 +62,21 @@ def segment_starts(keys, starts, total, table_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bag_share(
-    dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_count, dout_step,
-    NARROW: tl.constexpr,
-):  # fmt: skip
-    """dout * (1 / count) of the bags at `position` of the sorted order, in float32; 0 where `mask` says so."""
-    occurrence = tl.load(order + position, mask=inside, other=0)
+def bag_of(occurrence, ids, NARROW: tl.constexpr):
+    """The bag of an id by its place among all ids."""
     if NARROW:  # a division of 32 bits costs half of one of 64
-        bag = (occurrence.to(tl.int32) // ids.to(tl.int32)).to(tl.int64)
+        return (occurrence.to(tl.int32) // ids.to(tl.int32)).to(tl.int64)
     else:
-        bag = occurrence // ids
+        return occurrence // ids
+
+
+@triton.jit
+def bag_share(dout, count, bag, inside, columns, mask, dout_stride, dout_outer, dout_count, dout_step):
+    """dout * (1 / count) of each bag, in float32; 0 where `mask` says so."""
     many = tl.load(count + bag, mask=inside, other=1.0)
     place = row_start(bag, dout_stride, dout_outer, dout_count)[:, None]
     place += (columns if dout_step is None else columns.to(tl.int64) * dout_step)[None, :]
-    return tl.load(dout + place, mask=mask, other=0.0).to(tl.float32) * (1.0 / many)[:, None]
+    return tl.load(dout + place, mask=mask, other=0.0).to(tl.float32) * (1.0 / tl.maximum(many, 1.0))[:, None]
 
 
 @triton.jit(do_not_specialize=["ids", "dout_count", "table_rows"])
@@ -93,11 +94,10 @@ def chunk_sums(
         total = tl.zeros([SPLIT, BLOCK], tl.float32)
         inside = tl.arange(0, SPLIT) >= 0
         for offset in tl.range(0, CHUNK, SPLIT):
-            position = start + offset + tl.arange(0, SPLIT)
+            bag = bag_of(tl.load(order + start + offset + tl.arange(0, SPLIT)), ids, NARROW)
             total += bag_share(
-                dout, count, order, position, inside, columns, has_column[None, :], ids, dout_stride, dout_outer,
-                dout_count, dout_step, NARROW,
-            )  # fmt: skip
+                dout, count, bag, inside, columns, has_column[None, :], dout_stride, dout_outer, dout_count, dout_step
+            )
         tl.store(partials + chunk * total_columns + columns, tl.sum(total, axis=0), mask=has_column)
 
 
@@ -128,10 +128,8 @@ def segment_sums(
             inside = place < singles
             position = tl.where(place < head, begin, tail) + place
             mask = inside[:, None] if EVEN else inside[:, None] & has_column
-            total += bag_share(
-                dout, count, order, position, inside, columns, mask, ids, dout_stride, dout_outer, dout_count,
-                dout_step, NARROW,
-            )  # fmt: skip
+            bag = bag_of(tl.load(order + position, mask=inside, other=0), ids, NARROW)
+            total += bag_share(dout, count, bag, inside, columns, mask, dout_stride, dout_outer, dout_count, dout_step)
     if partials is not None:
         for chunk in tl.range(0, tl.max(chunks, axis=0)):
             inside = chunk < chunks

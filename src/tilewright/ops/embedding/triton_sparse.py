@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config, Launch
+from tilewright.ops.embedding.triton_backward import bag_of, bag_share
 from tilewright.ops.triton_rows import row_places, row_start, tile_place
 
 
@@ -26,16 +27,9 @@ def bag_entries(
     columns = across * BLOCK + tl.arange(0, BLOCK)
     inside = entries < total
     place = tl.load(places + entries, mask=inside, other=0)
-    if NARROW:  # a division of 32 bits costs half of one of 64
-        bag = (place.to(tl.int32) // per_bag.to(tl.int32)).to(tl.int64)
-    else:
-        bag = place // per_bag
-    many = tl.load(count + bag, mask=inside, other=1.0)
-    start = row_start(bag, dout_stride, dout_outer, dout_count)[:, None]
+    bag = bag_of(place, per_bag, NARROW)
     mask = inside[:, None] if EVEN else inside[:, None] & (columns < total_columns)[None, :]
-    at = start + (columns if dout_step is None else columns.to(tl.int64) * dout_step)[None, :]
-    share = tl.load(dout + at, mask=mask, other=0.0).to(tl.float32)
-    value = share * (1.0 / tl.maximum(many, 1.0))[:, None]
+    value = bag_share(dout, count, bag, inside, columns, mask, dout_stride, dout_outer, dout_count, dout_step)
     to = (entries * total_columns)[:, None] + columns[None, :]
     tl.store(values + to, value.to(values.dtype.element_ty), mask=mask)
     first = row_start(bag, indices_stride, indices_outer, indices_count)

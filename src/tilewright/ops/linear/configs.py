@@ -13,7 +13,8 @@ import torch
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
-from tilewright.ops.configs import power_of_2_at_least, shared_bytes
+from tilewright.ops.configs import power_of_2_at_least
+from tilewright.ops.shared_memory import shared_bytes
 
 Shape = tuple[int, int, int, int, int]
 """m, n, k, warps, stages."""

@@ -13,7 +13,7 @@ from tilewright.core.capability import FLOATS
 from tilewright.core.contract import floating, one_of, same_shape, wide_rows
 from tilewright.core.cost import bytes_of, per_element
 from tilewright.core.errors import InvalidArgument
-from tilewright.core.op import Gradient, Spec, like, op, upcast
+from tilewright.core.op import Gradient, Saved, Spec, like, op, upcast
 from tilewright.core.probes import Probes
 from tilewright.ops.loss import workloads
 
@@ -50,6 +50,13 @@ def _check_backward(call: Call) -> None:
     if call.dy.dtype != kind:
         problem = f"dtype {DTYPE_NAMES.get(call.dy.dtype, call.dy.dtype)}, while the loss is {DTYPE_NAMES[kind]}"
         raise InvalidArgument(call.op, "dy", problem, f"dy.to({kind})")
+    unit: TensorFacts | None = call.unit
+    if unit is not None and not _saves(call.logits.dtype, call.reduction):
+        kind = DTYPE_NAMES.get(call.logits.dtype, str(call.logits.dtype))
+        problem = f"given with {kind} logits and reduction {call.reduction!r}"
+        raise InvalidArgument(call.op, "unit", problem, "forward saves it for float32 and 'mean' or 'sum' alone")
+    if unit is not None and (unit.shape, unit.dtype) != (call.logits.shape, call.logits.dtype):
+        raise InvalidArgument(call.op, "unit", f"{unit}", f"needs the shape and dtype of {call.logits}")
     wanted = call.logits.shape if call.reduction == "none" else ()
     if call.dy.shape != wanted:
         problem = f"shape {list(call.dy.shape)}, with reduction {call.reduction!r}"
@@ -59,6 +66,40 @@ def _check_backward(call: Call) -> None:
 def _loss(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
     logits = t["logits"]
     return (tuple(logits.shape) if o["reduction"] == "none" else ()), o["out_dtype"] or logits.dtype
+
+
+def _saves(dtype: torch.dtype, reduction: str) -> bool:
+    """Whether forward saves the gradient: in half precision it would be rounded twice, and for elements there is none
+    before the upstream gradient is known."""
+    return reduction != "none" and dtype in (torch.float32, torch.float64)
+
+
+def _unit_rule(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec | None:
+    logits = t["logits"]
+    return (tuple(logits.shape), logits.dtype) if _saves(logits.dtype, o["reduction"]) else None
+
+
+def _unit(
+    logits: Tensor, targets: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str
+) -> Tensor | None:
+    if not _saves(logits.dtype, reduction):
+        return None
+    return _gradient(upcast(logits.new_ones(())), logits, targets, weight, pos_weight, reduction)
+
+
+def _gradient(
+    d: Tensor, logits: Tensor, targets: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str
+) -> Tensor:
+    """dlogits in the accumulation dtype; `d` is the upstream gradient in that dtype."""
+    x, y = upcast(logits), upcast(targets)
+    positive = y * torch.sigmoid(-x)
+    if pos_weight is not None:
+        positive = upcast(pos_weight) * positive
+    if reduction == "mean":
+        d = d / logits.numel()
+    if weight is not None:
+        d = d * upcast(weight)
+    return d * ((1.0 - y) * torch.sigmoid(x) - positive)
 
 
 def _terms(t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,20 +117,30 @@ def _scale(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
     terms = weight * (negative * size + positive * softplus)
     if o["reduction"] == "none":
         return {"loss": terms}
-    return {"loss": terms.sum() / (terms.numel() if o["reduction"] == "mean" else 1)}
+    total = terms.sum() / (terms.numel() if o["reduction"] == "mean" else 1)
+    return {"loss": total, "unit": _scale_of_gradient(t, o)}
 
 
 def _scale_backward(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> dict[str, Tensor]:
+    if t["unit"] is not None:
+        return {"dlogits": t["dy"].abs() * t["unit"].abs()}
+    return {"dlogits": t["dy"].abs() * _scale_of_gradient(t, o)}
+
+
+def _scale_of_gradient(t: Mapping[str, Tensor], o: Mapping[str, Any]) -> Tensor:
+    """For an upstream gradient of 1."""
     weight, size, negative, _ = _terms(t)
     positive = t["targets"].abs() * (1.0 if t["pos_weight"] is None else t["pos_weight"].abs())
     x = t["logits"]
     terms = negative * (torch.sigmoid(x) + UNDERFLOW) + positive * (torch.sigmoid(-x) + UNDERFLOW)
     count = x.numel() if o["reduction"] == "mean" else 1
-    return {"dlogits": t["dy"].abs() / count * weight * terms * (1.0 + size)}
+    return weight * terms * (1.0 + size) / count
 
 
-def _dy_of_the_loss(t: dict[str, Any], o: Mapping[str, Any]) -> None:
-    """A scalar where the loss is one, and in its dtype."""
+def _as_forward_has_it(t: dict[str, Any], o: Mapping[str, Any]) -> None:
+    """dy: a scalar where the loss is one, and in its dtype. unit: what forward saves, where it does."""
+    if t["unit"] is not None:
+        t["unit"] = _unit(t["logits"], t["targets"], t["weight"], t["pos_weight"], o["reduction"])
     if o["out_dtype"] is not None:
         t["dy"] = t["dy"].to(o["out_dtype"])
     if o["reduction"] != "none":
@@ -99,6 +150,7 @@ def _dy_of_the_loss(t: dict[str, Any], o: Mapping[str, Any]) -> None:
 _DIMS = {"logits": "M C", "targets": "M C", "weight": "C | M C", "pos_weight": "C | M C"}
 _PARAMETERS = ("weight", "pos_weight")
 _ABSENT = (_PARAMETERS, ("weight",), ("pos_weight",), ())
+_UNIT_OR_FORMULA = (_PARAMETERS, *((*absent, "unit") for absent in _ABSENT), ())
 _OUT_DTYPES = (
     {"reduction": "mean", "out_dtype": torch.float32},
     {"reduction": "none", "out_dtype": torch.float32},
@@ -113,11 +165,13 @@ _OUT_DTYPES = (
     gradient=Gradient(
         "bce_with_logits_backward",
         grads={"loss": "dy"},
-        takes={"logits": "logits", "targets": "targets", "weight": "weight", "pos_weight": "pos_weight"},
+        takes={n: n for n in ("logits", "targets", *_PARAMETERS, "unit")},
         gives={"logits": "dlogits"},
+        spends={"dlogits": "unit"},
     ),
+    saved={"unit": Saved(_unit_rule, _unit, optional=True)},
     check=_check,
-    cost=lambda call: (bytes_of(call, "logits", "targets", *_PARAMETERS, "loss"), per_element(call, 12)),
+    cost=lambda call: (bytes_of(call, "logits", "targets", *_PARAMETERS, "loss", "unit"), per_element(call, 12)),
     error_scale=_scale,
     probes=Probes(
         dims=_DIMS,
@@ -168,19 +222,25 @@ def bce_with_logits(
     return (loss / logits.numel() if reduction == "mean" else loss).to(out_dtype or logits.dtype)
 
 
+def _cost_backward(call: Call) -> tuple[int, int]:
+    if call.has("unit"):
+        return bytes_of(call, "dy", "unit", "dlogits"), per_element(call, 1)
+    return bytes_of(call, "dy", "logits", "targets", *_PARAMETERS, "dlogits"), per_element(call, 12)
+
+
 @op(
     family="loss",
     out={"dlogits": like("logits")},
     check=_check_backward,
-    cost=lambda call: (bytes_of(call, "dy", "logits", "targets", *_PARAMETERS, "dlogits"), per_element(call, 12)),
+    cost=_cost_backward,
     error_scale=_scale_backward,
     probes=Probes(
-        dims={"dy": "M C", **_DIMS},
+        dims={"dy": "M C", **_DIMS, "unit": "M C"},
         options=({"reduction": "none"}, {"reduction": "mean"}, {"reduction": "sum"}, *_OUT_DTYPES),
-        absent=_ABSENT,
+        absent=_UNIT_OR_FORMULA,
         either=_PARAMETERS,
         by_option=("dy",),
-        derive=_dy_of_the_loss,
+        derive=_as_forward_has_it,
     ),
     workloads=workloads.LOGITS,
 )
@@ -190,27 +250,28 @@ def bce_with_logits_backward(
     targets: Tensor,
     weight: Tensor | None = None,
     pos_weight: Tensor | None = None,
+    unit: Tensor | None = None,
     *,
     reduction: str = "mean",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The gradient of `bce_with_logits`: dlogits = d * weight * ((1 - y) * s(x) - pos_weight * y * s(-x)).
 
-    d is dy, or dy / count for "mean". Both terms are formed apart, so nothing cancels where s(x) is near 1.
+    d is dy, or dy / count for "mean". Both terms are formed apart, so nothing cancels where s(x) is near 1. With what
+    forward saved it is dlogits = dy * unit, and logits, targets, weight and pos_weight are not read.
 
     Args:
         dy: upstream gradient of the loss, in its dtype: a scalar, or [..., C] with any strides for "none".
         logits, targets, weight, pos_weight, reduction, out_dtype: as in forward.
+        unit: the gradient for an upstream of 1, in the shape of float32 logits; None for the formula.
 
     Returns:
-        dlogits: shape and dtype of logits, formed in float32 and rounded once.
+        dlogits: shape and dtype of logits, formed in float32 and rounded once; from `unit` the product is rounded too,
+        which changes nothing where dy is a power of 2.
+
+    Raises:
+        InvalidArgument: wrong dtypes or shapes, or a `unit` where forward saves none.
     """
-    x, y, d = upcast(logits), upcast(targets), upcast(dy)
-    positive = y * torch.sigmoid(-x)
-    if pos_weight is not None:
-        positive = upcast(pos_weight) * positive
-    if reduction == "mean":
-        d = d / logits.numel()
-    if weight is not None:
-        d = d * upcast(weight)
-    return (d * ((1.0 - y) * torch.sigmoid(x) - positive)).to(logits.dtype)
+    if unit is not None:
+        return (upcast(dy) * unit).to(logits.dtype)
+    return _gradient(upcast(dy), logits, targets, weight, pos_weight, reduction).to(logits.dtype)

@@ -1,6 +1,7 @@
 """How a call is cut into programs and threads, for Triton and TileLang, best guess first. Needs neither.
 
-A loss reads its inputs once. What is reduced is summed by few long-lived programs, each of which leaves one number.
+A loss reads its inputs once. What is reduced is summed by few long-lived programs, each of which leaves one number; few
+also multiply what forward saved by one number, so that little is launched where that is 1 and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.capability import Limit
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
@@ -24,12 +26,35 @@ def inputs_of(call: Call) -> dict[str, TensorFacts]:
 
 def is_flat(call: Call) -> bool:
     """Whether everything lies in memory as one dense run, so that rows do not matter."""
-    return all(facts.contiguous and facts.shape == call.logits.shape for facts in inputs_of(call).values())
+    shape = call.logits.shape
+    return scales(call) or all(facts.contiguous and facts.shape == shape for facts in inputs_of(call).values())
 
 
 def reduces(call: Call) -> bool:
     """Whether the call is a forward that sums its elements."""
     return call.has("loss") and call.reduction != "none"
+
+
+def scales(call: Call) -> bool:
+    """Whether the call is a backward that multiplies what forward saved, and reads nothing else."""
+    return call.has("unit") and not call.has("loss")
+
+
+def formula(*limits: Limit) -> tuple[Limit, ...]:
+    """`limits` where they matter: a backward that has what forward saved does not look at the inputs."""
+    return tuple(lambda call, limit=limit: () if scales(call) else limit(call) for limit in limits)
+
+
+def as_saved(call: Call) -> Iterable[Reason]:
+    """What forward saved is read as it lies there."""
+    if scales(call) and not call.unit.contiguous:
+        yield Reason("unit", f"strides {list(call.unit.stride)} are not contiguous", "unit.contiguous() would do")
+
+
+def keeps_nothing(call: Call) -> Iterable[Reason]:
+    """What forward saves is its own gradient, which torch's function does not give."""
+    if call.has("unit"):
+        yield Reason("gradient", "does not form the gradient beside the loss", "use torch.no_grad()")
 
 
 def divisor(call: Call) -> float:
@@ -38,7 +63,7 @@ def divisor(call: Call) -> float:
 
 
 def triton_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `block` columns and `rows` rows a tile; `num_warps`; `per_sm` programs a multiprocessor where summed."""
+    """Keys: `block` columns and `rows` rows a tile; `num_warps`; `per_sm` programs a multiprocessor where few run."""
     logits: TensorFacts = call.logits
     vector = 16 // logits.dtype.itemsize
     width = logits.numel if is_flat(call) else logits.columns
@@ -48,7 +73,7 @@ def triton_configs(call: Call) -> tuple[Config, ...]:
         elements = 32 * warps * vector * depth
         block = min(width, elements) if not is_flat(call) else elements
         rows = 1 if is_flat(call) else max(1, elements // block)
-        more = {"per_sm": per_sm} if reduces(call) else {}
+        more = {"per_sm": per_sm} if reduces(call) or scales(call) else {}
         found.append(Config(rows=rows, block=block, num_warps=warps, **more))
     return tuple(dict.fromkeys(found))
 
@@ -74,8 +99,8 @@ def few_enough(call: Call) -> Iterable[Reason]:
 
 
 def tilelang_configs(call: Call) -> tuple[Config, ...]:
-    """Keys: `threads` a block; `depth` accesses of a thread to each tensor; `per_sm` blocks where summed."""
-    more = {"per_sm": 8} if reduces(call) else {}
+    """Keys: `threads` a block; `depth` accesses of a thread to each tensor; `per_sm` blocks where few run."""
+    more = {"per_sm": 8} if reduces(call) or scales(call) else {}
     vectors = call.logits.columns // tilelang_vector(call)
     wanted: tuple[tuple[int, int], ...] = ((128, 2), (256, 2), (256, 1), (128, 4))
     if not is_flat(call) and vectors <= 64:

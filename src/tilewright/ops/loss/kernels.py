@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.call import Call
+from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
 from tilewright.ops.loss import configs
 
 _HERE = "tilewright.ops.loss"
 READ = ("logits", "targets", "weight", "pos_weight")
 """Read as dense in the last dimension; an upstream gradient may be strided in any way."""
-PASSES = (("bce_with_logits", "forward"), ("bce_with_logits_backward", "backward"))
+STRIDES = (unit_stride(*READ), row_levels(*READ, "dy"))
+PASSES = (
+    ("bce_with_logits", "forward", STRIDES),
+    ("bce_with_logits_backward", "backward", (*configs.formula(*STRIDES), configs.as_saved)),
+)
 
 TRITON_KERNELS = [
     Kernel(
         op,
         "triton",
         f"{_HERE}.triton:{function}",
-        Capability((cuda(80), hip("gfx942")), limits=(unit_stride(*READ), row_levels(*READ, "dy"))),
+        Capability((cuda(80), hip("gfx942")), limits=limits, in_place=True),
         configs.triton_configs,
     )
-    for op, function in PASSES
+    for op, function, limits in PASSES
 ]
 
 # In half precision aten rounds after each step.
@@ -30,7 +38,7 @@ VENDOR_KERNELS = [
         "bce_with_logits",
         "vendor",
         f"{_HERE}.vendor:bce_with_logits",
-        Capability(dtypes=(torch.float32,)),
+        Capability(dtypes=(torch.float32,), limits=(configs.keeps_nothing,)),
         label="aten",
     )
 ]
@@ -40,11 +48,25 @@ TILELANG_KERNELS = [
         op,
         "tilelang",
         f"{_HERE}.tilelang:{function}",
-        Capability((cuda(80),), limits=(unit_stride(*READ), row_levels(*READ, "dy"), configs.few_enough)),
+        Capability((cuda(80),), limits=(*limits, configs.few_enough), in_place=True),
         configs.tilelang_configs,
         files=("tilelang_programs.py",),
     )
-    for op, function in PASSES
+    for op, function, limits in PASSES
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+
+def _from_inputs(call: Call) -> Iterable[Reason]:
+    if configs.scales(call):
+        yield Reason("unit", "given; works from logits and targets")
+
+
+TILE_KERNELS = [
+    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), limits=(limit,)))
+    for op, function, limit in (
+        ("bce_with_logits", "forward", configs.keeps_nothing),
+        ("bce_with_logits_backward", "backward", _from_inputs),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

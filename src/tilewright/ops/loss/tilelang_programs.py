@@ -1,4 +1,5 @@
-"""Device code of the loss family in TileLang: bce_with_logits, the sum of its partial sums, and its gradient.
+"""Device code of the loss family in TileLang: bce_with_logits, the sum of its partial sums, its gradient and a multiple
+of what forward has saved of that.
 
 Only `tilelang.py` beside this file calls these, when a launch is compiled. How tensors are read is in `tilelang_rows`.
 """
@@ -10,28 +11,39 @@ import tilelang.language as T
 from tilewright.ops.loss.log1p import LOG1P
 from tilewright.ops.tilelang_rows import F32, f32, load_tile, place_of, store_tile, tile
 
-__all__ = ["backward", "forward", "total"]
+__all__ = ["backward", "forward", "scale", "total"]
 
 
 def one() -> Any:
     return T.float32(1)
 
 
-def softplus(x: Any) -> Any:
-    """log(1 + exp(-x)), which does not overflow."""
-    u = T.exp(-T.abs(x))
+def softplus(x: Any, u: Any) -> Any:
+    """log(1 + exp(-x)); u = exp(-|x|), which does not overflow."""
     ratio = T.float32(LOG1P[-1])
     for coefficient in LOG1P[-2::-1]:
         ratio = ratio * u + T.float32(coefficient)
     return u * ratio + T.max(-x, T.float32(0))
 
 
+def slope(x: Any, y: Any, u: Any, p: Any) -> Any:
+    """(1 - y) s(x) - p y s(-x), with both logistic functions from one exponential and one quotient; no p is 1."""
+    near = one() / (one() + u)  # s(|x|); u * near is s(-|x|)
+    below = x < T.float32(0)
+    positive = y * T.Select(below, near, u * near)
+    if p is not None:
+        positive = p * positive
+    return (one() - y) * T.Select(below, u * near, near) - positive
+
+
 def forward(
-    *, dtype: str, loss_dtype: str, flat: bool, vec: int, threads: int, depth: int, reduce: bool, logits_layout: str,
+    *, dtype: str, loss_dtype: str, flat: bool, vec: int, threads: int, depth: int, reduce: bool, keep: bool,
+    logits_layout: str,
     targets_layout: str, weight_layout: str | None, weight_dtype: str, pos_weight_layout: str | None,
     pos_weight_dtype: str,
 ) -> Any:  # fmt: skip
-    """The loss of each element; `reduce`: the sum of every `programs`-th tile, one number a block."""
+    """The loss of each element; `reduce`: the sum of every `programs`-th tile, one number a block; `keep`: in `unit`
+    the gradient for an upstream of 1, over `divisor`."""
     n = T.dynamic("n", "int64")
     chunk = threads * depth
 
@@ -39,11 +51,12 @@ def forward(
     def bce_forward(
         logits: T.Tensor((n,), dtype), targets: T.Tensor((n,), dtype), weight: T.Tensor((n,), weight_dtype),
         pos_weight: T.Tensor((n,), pos_weight_dtype), loss: T.Tensor((n,), loss_dtype), partials: T.Tensor((n,), F32),
+        unit: T.Tensor((n,), F32),
         logits_inner: T.int64, logits_outer: T.int64, logits_stride: T.int64, logits_step: T.int64,
         targets_inner: T.int64, targets_outer: T.int64, targets_stride: T.int64, targets_step: T.int64,
         weight_inner: T.int64, weight_outer: T.int64, weight_stride: T.int64, weight_step: T.int64,
         pos_weight_inner: T.int64, pos_weight_outer: T.int64, pos_weight_stride: T.int64, pos_weight_step: T.int64,
-        row_vectors: T.int64, tiles: T.int64, programs: T.int32,
+        row_vectors: T.int64, tiles: T.int64, programs: T.int32, divisor: T.float32,
     ):  # fmt: skip
         with T.Kernel(programs, threads=threads) as block:
             xs = tile(vec, threads, depth, dtype)
@@ -57,6 +70,9 @@ def forward(
                 T.clear(sums)
             else:
                 found = tile(vec, threads, depth, loss_dtype)
+            if keep:
+                units = tile(vec, threads, depth)
+                upstream = T.ieee_fdiv(one(), divisor)
             for turn in T.serial(T.ceildiv(tiles - block, T.Cast("int64", programs))):
                 row, first = place_of(turn * programs + block, row_vectors, chunk, flat)
                 load_tile(xs, logits, logits_layout, vec, row, first, row_vectors,
@@ -70,7 +86,8 @@ def forward(
                     load_tile(ps, pos_weight, pos_weight_layout, vec, row, first, row_vectors,
                               (pos_weight_inner, pos_weight_outer, pos_weight_stride, pos_weight_step))  # fmt: skip
                 for j in T.Parallel(vec * chunk):
-                    value = softplus(f32(xs[j]))
+                    tail = T.exp(-T.abs(f32(xs[j])))
+                    value = softplus(f32(xs[j]), tail)
                     if pos_weight_layout is not None:
                         value = value * (one() + (f32(ps[j]) - one()) * f32(ys[j]))
                     value = value + (one() - f32(ys[j])) * f32(xs[j])
@@ -81,8 +98,14 @@ def forward(
                             sums[j] += value
                     else:
                         found[j] = T.Cast(loss_dtype, value)
+                    if keep:
+                        p = f32(ps[j]) if pos_weight_layout is not None else None
+                        factor = upstream * f32(ws[j]) if weight_layout is not None else upstream
+                        units[j] = factor * slope(f32(xs[j]), f32(ys[j]), tail, p)
                 if not reduce:
                     store_tile(loss, found, vec, row, first, row_vectors)
+                if keep:
+                    store_tile(unit, units, vec, row, first, row_vectors)
             if reduce:
                 whole = T.alloc_fragment((1,), F32)
                 T.reduce_sum(sums, whole, dim=0)
@@ -157,16 +180,39 @@ def backward(
                           (pos_weight_inner, pos_weight_outer, pos_weight_stride, pos_weight_step))  # fmt: skip
             for j in T.Parallel(vec * chunk):
                 tail = T.exp(-T.abs(f32(xs[j])))
-                near = one() / (one() + tail)  # s(|x|); tail * near is s(-|x|)
-                below = f32(xs[j]) < T.float32(0)
-                positive = f32(ys[j]) * T.Select(below, near, tail * near)
-                if pos_weight_layout is not None:
-                    positive = f32(ps[j]) * positive
-                scale = upstream if dy_layout is None else f32(ds[j])
+                p = f32(ps[j]) if pos_weight_layout is not None else None
+                factor = upstream if dy_layout is None else f32(ds[j])
                 if weight_layout is not None:
-                    scale = scale * f32(ws[j])
-                value = scale * ((one() - f32(ys[j])) * T.Select(below, tail * near, near) - positive)
-                xs[j] = T.Cast(dtype, value)
+                    factor = factor * f32(ws[j])
+                xs[j] = T.Cast(dtype, factor * slope(f32(xs[j]), f32(ys[j]), tail, p))
             store_tile(dlogits, xs, vec, row, first, row_vectors)
 
     return bce_backward
+
+
+def scale(*, dy_dtype: str, in_place: bool, vec: int, threads: int, depth: int, unit_layout: str) -> Any:
+    """dlogits = dy * unit, both dense. `in_place`: they are one tensor, which stays as it is where dy is 1."""
+    n = T.dynamic("n", "int64")
+    chunk = threads * depth
+
+    @T.prim_func
+    def bce_scale(
+        dy: T.Tensor((n,), dy_dtype), unit: T.Tensor((n,), F32), dlogits: T.Tensor((n,), F32),
+        unit_inner: T.int64, unit_outer: T.int64, unit_stride: T.int64, unit_step: T.int64,
+        row_vectors: T.int64, tiles: T.int64, programs: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(programs, threads=threads) as block:
+            d = f32(dy[0])
+            turns = T.ceildiv(tiles - block, T.Cast("int64", programs))
+            if in_place:
+                turns = T.Select(d == one(), T.int64(0), turns)
+            values = tile(vec, threads, depth)
+            for turn in T.serial(turns):
+                first = (turn * programs + block) * chunk
+                load_tile(values, unit, unit_layout, vec, T.int64(0), first, row_vectors,
+                          (unit_inner, unit_outer, unit_stride, unit_step))  # fmt: skip
+                for j in T.Parallel(vec * chunk):
+                    values[j] = d * values[j]
+                store_tile(dlogits, values, vec, T.int64(0), first, row_vectors)
+
+    return bce_scale

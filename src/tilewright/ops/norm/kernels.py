@@ -11,6 +11,7 @@ from tilewright.core.capability import (
     Target,
     aligned,
     columns,
+    cpu,
     cuda,
     hip,
     row_levels,
@@ -18,6 +19,7 @@ from tilewright.core.capability import (
     unit_stride,
 )
 from tilewright.core.kernel import Configs, Kernel
+from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
@@ -129,4 +131,14 @@ VENDOR_KERNELS = [
     )
 ]
 
-KERNELS = [*CUDA_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]
+TILE_KERNELS = [
+    *(
+        _kernel(op, "tile", "tile:forward", (cpu(),), (Config(),), columns("x", most=WIDEST)) for op in FORWARD
+    ),
+    *(
+        _kernel(op, "tile", f"tile:{name}_backward", (cpu(),), (Config(),), columns(*_inputs(op), most=WIDEST))
+        for op, name in BACKWARD.items()
+    ),
+]  # fmt: skip
+
+KERNELS = [*CUDA_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

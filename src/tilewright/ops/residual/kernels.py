@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, columns, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.residual import configs
 
@@ -50,4 +50,19 @@ TILELANG_KERNELS = [
     for op, module, function in PASSES
 ]
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
+TILE_KERNELS = [
+    Kernel(
+        op,
+        "tile",
+        f"{_HERE}.tile:{function}",
+        Capability((cpu(),), limits=(columns("dy", most=131072),), in_place=op in IN_PLACE),
+    )
+    for op, function in (
+        ("gated_residual", "gated_forward"),
+        ("gated_residual_backward", "gated_backward"),
+        ("dropout_add", "dropout_forward"),
+        ("dropout_add_backward", "dropout_backward"),
+    )
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *TILE_KERNELS]

@@ -1,0 +1,115 @@
+"""The loss family in the library's own tile language: a block of columns a program, and a second launch for sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright import tile
+from tilewright.core.call import Call, TensorFacts
+from tilewright.core.launch import Config, Launch, Scratch
+from tilewright.ops.loss.log1p import LOG1P
+from tilewright.ops.tile_rows import grid, one_row, place
+
+CHUNK = 4096
+
+
+def _softplus(t: Any, x: Any) -> Any:
+    """log1p(exp(-|x|)) + max(-x, 0)."""
+    u = t.exp(-t.abs(x))
+    ratio = t.fma(u, LOG1P[-1], LOG1P[-2])
+    for coefficient in reversed(LOG1P[:-2]):
+        ratio = t.fma(ratio, u, coefficient)
+    return ratio * u + t.maximum(-x, 0.0)
+
+
+def _parameter(t: Any, view: Any, row: Any, col: Any, by_column: bool) -> Any:
+    return t.load(view[col] if by_column else view[row, col]).f32()
+
+
+@tile.kernel
+def loss_block(
+    t: Any, logits: Any, targets: Any, weight: Any, pos_weight: Any, loss: Any, partials: Any, weight_by_column: bool,
+    pos_by_column: bool,
+) -> None:  # fmt: skip
+    """The loss of each element, or with `partials` the sum of a block."""
+    row, col = place(t, logits.shape[1])
+    x, y = t.load(logits[row, col]).f32(), t.load(targets[row, col]).f32()
+    q = _softplus(t, x)
+    if pos_weight is not None:
+        q = (1.0 + (_parameter(t, pos_weight, row, col, pos_by_column) - 1.0) * y) * q
+    found = (1.0 - y) * x + q
+    if weight is not None:
+        found = _parameter(t, weight, row, col, weight_by_column) * found
+    if partials is None:
+        t.store(loss[row, col], found.to(loss.dtype))
+    else:
+        t.store(partials[row, t.program_id(1)], t.sum(found))
+
+
+@tile.kernel
+def sum_all(t: Any, partials: Any, out: Any, count: Any) -> None:
+    """The sum of all partial sums, over the count if there is one."""
+    total = t.var(0.0)
+    for start in t.range(0, partials.shape[0], CHUNK):
+        at = start + t.arange(CHUNK, limit=partials.shape[0] - start)
+        total.set(total.get() + t.sum(t.load(partials[at])))
+    found = total.get() if count is None else total.get() / count
+    t.store(out[0], found.to(out.dtype))
+
+
+@tile.kernel
+def gradient_block(
+    t: Any, dy: Any, logits: Any, targets: Any, weight: Any, pos_weight: Any, dlogits: Any, count: Any, one_dy: bool,
+    weight_by_column: bool, pos_by_column: bool,
+) -> None:  # fmt: skip
+    """d * weight * ((1 - y) * s(x) - pos_weight * y * s(-x)), both logistic functions of one exponential."""
+    row, col = place(t, logits.shape[1])
+    x, y = t.load(logits[row, col]).f32(), t.load(targets[row, col]).f32()
+    d = t.load(dy[0] if one_dy else dy[row, col]).f32()
+    d = d if count is None else d / count
+    u = t.exp(-t.abs(x))
+    near = 1.0 / (1.0 + u)
+    far = u * near
+    positive = y * t.where(x < 0.0, near, far)
+    if pos_weight is not None:
+        positive = _parameter(t, pos_weight, row, col, pos_by_column) * positive
+    if weight is not None:
+        d = d * _parameter(t, weight, row, col, weight_by_column)
+    found = d * ((1.0 - y) * t.where(x < 0.0, far, near) - positive)
+    t.store(dlogits[row, col], found.to(dlogits.dtype))
+
+
+def _arguments(call: Call, more: dict[str, TensorFacts | None]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(tensors, constants, names of those along columns)."""
+    logits, tensors = call.logits, call.tensors
+    names = {"weight": "weight_by_column", "pos_weight": "pos_by_column"}
+    along = [n for n in names if tensors[n] is not None and tensors[n].shape != logits.shape]  # type: ignore[union-attr]
+    args = {n: tensors[n] for n in ("logits", "targets", *names)} | more
+    if not along:
+        args = one_row(args)
+    return args, {flag: n in along for n, flag in names.items()}, along
+
+
+def forward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
+    """bce_with_logits."""
+    if call.reduction == "none":
+        args, constants, along = _arguments(call, {"loss": call.loss})
+        return Launch(loss_block, grid(args["logits"]), {**args, "partials": None}, constants, {"flat": tuple(along)})
+    args, constants, along = _arguments(call, {})
+    cells = grid(args["logits"])
+    partials = Scratch("partials", cells[:2])
+    count = float(call.logits.numel) if call.reduction == "mean" else None
+    blocks = Launch(loss_block, cells, {**args, "loss": None, "partials": partials}, constants, {"flat": tuple(along)})
+    total = {"partials": partials, "out": call.loss, "count": count}
+    return blocks, Launch(sum_all, (1, 1, 1), total, {}, {"flat": ("partials", "out")})
+
+
+def backward(call: Call, config: Config) -> Launch:
+    """bce_with_logits_backward."""
+    each = call.reduction == "none"
+    args, constants, along = _arguments(call, {"dlogits": call.dlogits, **({"dy": call.dy} if each else {})})
+    args |= {"dy": args["dy"] if each else call.dy, "count": None}
+    if call.reduction == "mean":
+        args["count"] = float(call.logits.numel)
+    flat = (*along, *(() if each else ("dy",)))
+    return Launch(gradient_block, grid(args["logits"]), args, {**constants, "one_dy": not each}, {"flat": flat})

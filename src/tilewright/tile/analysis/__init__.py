@@ -1,0 +1,1 @@
+"""What is known of integers at compile time."""

@@ -1,0 +1,110 @@
+"""The element types: their names, storage and exact rounding in numpy.
+
+Arithmetic is in float32, int32, uint32 and int64; the narrower types are storage, which a kernel widens with
+`.f32()` or `.i32()` and narrows with `.to()`. In numpy, values of every floating type are float32 arrays that the type
+can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type. `kind` is "f" (floating), "i" (signed), "u" (unsigned) or "b" (bool)."""
+
+    name: str
+    kind: str
+    itemsize: int
+    storage: str
+    """The numpy type of its bits."""
+    computes: bool = True
+    """Whether arithmetic is defined on it."""
+    largest: float = 0.0
+
+    @property
+    def floating(self) -> bool:
+        return self.kind == "f"
+
+    @property
+    def integer(self) -> bool:
+        return self.kind in "iu"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest value of an integer type."""
+        info = np.iinfo(self.storage)
+        return int(info.min), int(info.max)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def decode(self, raw: Array) -> Array:
+        """Bits to values."""
+        if self.name == "bfloat16":
+            return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
+        if self.name == "float8_e4m3fn":
+            return np.asarray(_E4M3[raw])
+        return np.asarray(raw.astype(np.float32 if self.floating else self.storage))
+
+    def encode(self, values: Array) -> Array:
+        """Values to bits, rounding to nearest even; what is not representable becomes infinity (float8: saturates)."""
+        if self.name == "bfloat16":
+            return _to_bfloat16(values)
+        if self.name == "float8_e4m3fn":
+            return _to_e4m3(values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(values.astype(self.storage))
+
+    def rounded(self, values: Array) -> Array:
+        """The nearest values of this type, as float32."""
+        return self.decode(self.encode(np.asarray(values, np.float32)))
+
+
+def _to_bfloat16(values: Array) -> Array:
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    rounded = np.where(np.isnan(values), bits | np.uint32(0x400000), rounded)
+    return (rounded >> np.uint32(16)).astype(np.uint16).reshape(np.shape(values))
+
+
+def _to_e4m3(values: Array) -> Array:
+    size = np.minimum(np.abs(np.ascontiguousarray(values, np.float32)), np.float32(448.0))
+    bits = np.ascontiguousarray(size).view(np.uint32)
+    normal = (bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1)) >> np.uint32(20)) - np.uint32(120 << 3)
+    with np.errstate(invalid="ignore"):
+        small = np.rint(size * np.float32(512.0)).astype(np.uint32)
+    code = np.where(size < np.float32(2.0**-6), small, normal)
+    code = np.where(np.isnan(values), np.uint32(0x7F), code)
+    sign = np.ascontiguousarray(values, np.float32).view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
+    return np.asarray((code | sign).astype(np.uint8).reshape(np.shape(values)))
+
+
+def _e4m3_values() -> Array:
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    size = np.where(codes & 127 == 127, np.nan, size)
+    return np.where(codes & 128, -size, size).astype(np.float32)
+
+
+_E4M3 = _e4m3_values()
+
+boolean = DType("bool", "b", 1, "bool", False)
+int8 = DType("int8", "i", 1, "int8", False)
+uint8 = DType("uint8", "u", 1, "uint8", False)
+int32 = DType("int32", "i", 4, "int32")
+uint32 = DType("uint32", "u", 4, "uint32")
+int64 = DType("int64", "i", 8, "int64")
+float32 = DType("float32", "f", 4, "float32", largest=3.4028234663852886e38)
+float16 = DType("float16", "f", 2, "float16", False, 65504.0)
+bfloat16 = DType("bfloat16", "f", 2, "uint16", False, 3.3895313892515355e38)
+float8_e4m3fn = DType("float8_e4m3fn", "f", 1, "uint8", False, 448.0)
+
+ALL = {d.name: d for d in (boolean, int8, uint8, int32, uint32, int64, float32, float16, bfloat16, float8_e4m3fn)}

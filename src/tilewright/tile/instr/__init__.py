@@ -1,0 +1,1 @@
+"""Instruction records: what a target does in one instruction, as data."""

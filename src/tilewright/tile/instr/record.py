@@ -1,0 +1,51 @@
+"""Instruction records: C++ text of one operation, what the CPU must have for it, and what it relies on.
+
+Of several records of one name the first whose features are there is printed. The last needs none, so an operation can
+always be said; that it agrees with the others bit for bit is tested with the features turned off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tilewright.tile.errors import LowerError
+
+
+@dataclass(frozen=True)
+class Record:
+    """`text` defines the function `name`; `needs` are features as the kernel names them in /proc/cpuinfo."""
+
+    name: str
+    text: str
+    needs: frozenset[str] = frozenset()
+    lanes: int = 0
+    """The width that it is for; 0 for any."""
+
+
+def choose(records: Sequence[Record], name: str, features: Iterable[str], lanes: int) -> Record:
+    """The first record of this name that the target has."""
+    have = set(features)
+    for record in records:
+        if record.name == name and record.needs <= have and record.lanes in (0, lanes):
+            return record
+    raise LowerError(f"no instruction record for {name}")
+
+
+def needed(text: str, records: Sequence[Record], features: Iterable[str], lanes: int) -> list[Record]:
+    """The records that a text calls, and those that these call, each after what it relies on."""
+    names = {r.name for r in records}
+    have = tuple(features)
+    found: dict[str, Record] = {}
+
+    def visit(body: str) -> None:
+        for name in sorted(set(re.findall(r"[a-z_][a-z_0-9]*", body)) & names):
+            if name not in found:
+                record = choose(records, name, have, lanes)
+                found[name] = record
+                visit(record.text)
+                found[name] = found.pop(name)  # after what it calls
+
+    visit(text)
+    return list(found.values())

@@ -1,0 +1,177 @@
+"""What the CPU renderer can print: operations as C++ over vector extensions, and as x86 instructions where the compiler
+makes poor ones (it converts float16 lane by lane, and narrows integers badly).
+
+`W` is the number of lanes; `f32v`, `i32v`, `u32v`, `i64v`, `u16v`, `u8v`, `i8v` are vectors of so many. Scalars and
+vectors share names by overloading.
+"""
+
+from __future__ import annotations
+
+from tilewright.tile.instr.record import Record
+
+AVX512 = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq"))
+F16C = frozenset(("avx", "f16c"))
+FMA = frozenset(("avx", "fma"))
+AVX = frozenset(("avx",))
+
+
+def _asm(name: str, signature: str, body: str, needs: frozenset[str], lanes: int) -> Record:
+    return Record(name, f"static inline {signature} {{ {body} }}", needs, lanes)
+
+
+ARITHMETIC = (
+    Record("splat", """static inline f32v splat(f32 x) { return x - f32v{}; }
+static inline i32v splat(i32 x) { return i32v{} + x; }
+static inline u32v splat(u32 x) { return u32v{} + x; }
+static inline i64v splat(i64 x) { return i64v{} + x; }
+static inline i32v splat(bool x) { return i32v{} - (i32)x; }"""),
+    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+static inline f32v fma_of(f32v a, f32v b, f32v c) {
+  asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "vm"(c)); return a; }""", FMA | AVX512, 16),
+    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+static inline f32v fma_of(f32v a, f32v b, f32v c) {
+  asm("vfmadd213ps %2, %1, %0" : "+x"(a) : "x"(b), "xm"(c)); return a; }""", FMA, 8),
+    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+static inline f32v fma_of(f32v a, f32v b, f32v c) {
+  f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }"""),
+    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
+static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX512, 16),
+    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
+static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=x"(r) : "x"(a)); return r; }""", AVX, 8),
+    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
+static inline f32v sqrt_of(f32v a) { f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
+    Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
+  f32v r; asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(a), "v"(n)); return r; }
+static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }""", AVX512, 16),
+    Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
+  i32v k = __builtin_convertvector(n, i32v), h = k >> 1;
+  return a * (f32v)((h + 127) << 23) * (f32v)((k - h + 127) << 23); }
+static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }"""),
+    Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
+static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
+template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
+    Record("max_nan", """template <class T> static inline T max_nan(T a, T b) {
+  T r = a > b ? a : b; return a != a ? a : r; }"""),
+    Record("min_nan", """template <class T> static inline T min_nan(T a, T b) {
+  T r = a < b ? a : b; return a != a ? a : r; }"""),
+    Record("max_any", """template <class T> static inline T max_any(T a, T b) {
+  T r = a > b ? a : b; return b != b ? a : r; }"""),
+    Record("min_any", """template <class T> static inline T min_any(T a, T b) {
+  T r = a < b ? a : b; return b != b ? a : r; }"""),
+    Record("max_of", "template <class T> static inline T max_of(T a, T b) { return a > b ? a : b; }"),
+    Record("min_of", "template <class T> static inline T min_of(T a, T b) { return a < b ? a : b; }"),
+    Record("floor_div", """template <class T> static inline T floor_div(T a, T b) {
+  T q = a / b; T r = a % b; auto down = (r != 0) & ((r ^ b) < 0); return down ? q - 1 : q; }"""),
+    Record("floor_mod", """template <class T> static inline T floor_mod(T a, T b) {
+  T r = a % b; auto down = (r != 0) & ((r ^ b) < 0); return down ? r + b : r; }"""),
+    Record("mulhi", """static inline u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+static inline u32v mulhi(u32v a, u32v b) {
+  u64v low = ((u64v)a & 0xffffffffull) * ((u64v)b & 0xffffffffull), high = ((u64v)a >> 32) * ((u64v)b >> 32);
+  return (u32v)(low >> 32 | (high & 0xffffffff00000000ull)); }"""),
+    Record("mask_of", "static inline i32v mask_of(i64v m) { return __builtin_convertvector(m, i32v); }\n"
+                      "static inline i32v mask_of(i32v m) { return m; }"),
+    Record("wide_mask", "static inline i64v wide_mask(i32v m) { return __builtin_convertvector(m, i64v); }"),
+    Record("lanes_below", "static inline i32v lanes_below(i64 n) { return LANES < (i32)n; }"),
+    Record("philox", """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
+  u32 x[4] = {(u32)counter, (u32)(counter >> 32), (u32)row, (u32)(row >> 32)}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+  for (int i = 0; i < 10; i++) {
+    u64 a = 0xD2511F53ull * x[0], b = 0xCD9E8D57ull * x[2];
+    x[0] = (u32)(b >> 32) ^ x[1] ^ k0; x[1] = (u32)b; x[2] = (u32)(a >> 32) ^ x[3] ^ k1; x[3] = (u32)a;
+    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u; }
+  return x[word]; }
+static inline u32v philox(i64v seed, i64v counter, i64v row, i64v word) {
+  u32v c0 = __builtin_convertvector(counter, u32v), c1 = __builtin_convertvector(counter >> 32, u32v);
+  u32v c2 = __builtin_convertvector(row, u32v), c3 = __builtin_convertvector(row >> 32, u32v);
+  u32v k0 = __builtin_convertvector(seed, u32v), k1 = __builtin_convertvector(seed >> 32, u32v);
+  const u32v m0 = u32v{} + 0xD2511F53u, m1 = u32v{} + 0xCD9E8D57u;
+  for (int i = 0; i < 10; i++) {
+    u32v h0 = mulhi(m0, c0), l0 = m0 * c0, h1 = mulhi(m1, c2), l1 = m1 * c2;
+    c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0; k0 += 0x9E3779B9u; k1 += 0xBB67AE85u; }
+  i32v w = __builtin_convertvector(word, i32v);
+  return w == 0 ? c0 : w == 1 ? c1 : w == 2 ? c2 : c3; }"""),
+)  # fmt: skip
+
+
+def _fold(name: str, step: str) -> Record:
+    text = f"""template <class V> static inline auto fold_{name}(V a) {{
+  for (int n = W / 2; n; n /= 2) {{ V b = __builtin_shuffle(a, (LANES + n) & (W - 1)); a = {step}; }}
+  return a[0]; }}"""
+    return Record(f"fold_{name}", text)
+
+
+FOLDS = (
+    _fold("sum", "a + b"),
+    _fold("prod", "a * b"),
+    _fold("max", "max_nan(a, b)"),
+    _fold("min", "min_nan(a, b)"),
+    _fold("and", "a & b"),
+    _fold("or", "a | b"),
+)
+
+_LOAD_SOME = {
+    4: ("vmovdqu32", "f32v i32v u32v"),
+    2: ("vmovdqu16", "u16v"),
+    1: ("vmovdqu8", "u8v i8v"),
+}
+
+
+def _masked(lanes: int) -> tuple[str, str]:
+    """load_some and store_some with mask registers."""
+    loads, stores = [], []
+    for instruction, types in _LOAD_SOME.values():
+        for v in types.split():
+            loads.append(
+                f"static inline void load_into({v}& r, const void* p, u32 m) {{\n"
+                f'  asm("{instruction} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}'
+            )
+            stores.append(
+                f"static inline void store_from({v} x, void* p, u32 m) {{\n"
+                f'  asm("{instruction} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}'
+            )
+    wide = """static inline void load_into(i64v& r, const void* p, u32 m) {
+  r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }"""
+    wide_store = """static inline void store_from(i64v x, void* p, u32 m) {
+  __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }"""
+    load = "template <class V, class E> static inline V load_some(const E* p, i64 n) {\n"
+    load += "  V r; load_into(r, p, (1u << n) - 1); return r; }"
+    store = "template <class V, class E> static inline void store_some(E* p, V x, i64 n) {\n"
+    store += "  store_from(x, p, (1u << n) - 1); }"
+    return "\n".join([*loads, wide, load]), "\n".join([*stores, wide_store, store])
+
+
+_LOADS_512, _STORES_512 = _masked(16)
+
+MEMORY = (
+    Record("load", "template <class V, class E> static inline V load(const E* p) {\n"
+                   "  V v; __builtin_memcpy(&v, p, sizeof v); return v; }"),
+    Record("store", "template <class V, class E> static inline void store(E* p, V v) {\n"
+                    "  __builtin_memcpy(p, &v, sizeof v); }"),
+    Record("load_some", _LOADS_512, AVX512, 16),
+    Record("load_some", "template <class V, class E> static inline V load_some(const E* p, i64 n) {\n"
+                        "  V v{}; if (n == W) return load<V>(p); for (i64 l = 0; l < n; l++) v[l] = p[l]; return v; }"),
+    Record("store_some", _STORES_512, AVX512, 16),
+    Record("store_some", "template <class V, class E> static inline void store_some(E* p, V v, i64 n) {\n"
+                         "  if (n == W) return store(p, v); for (i64 l = 0; l < n; l++) p[l] = v[l]; }"),
+    Record("load_where", "template <class V, class E>\n"
+                         "static inline V load_where(const E* p, i64 step, i32v m, E other) {\n"
+                         "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[l * step] : other; return v; }"),
+    Record("store_where", "template <class V, class E> static inline void store_where(E* p, i64 step, i32v m, V v) {\n"
+                          "  for (int l = 0; l < W; l++) if (m[l]) p[l * step] = v[l]; }"),
+    Record("load_every", "template <class V, class E> static inline V load_every(const E* p, i64 step) {\n"
+                         "  V v; for (int l = 0; l < W; l++) v[l] = p[l * step]; return v; }"),
+    Record("store_every", "template <class V, class E> static inline void store_every(E* p, i64 step, V v) {\n"
+                          "  for (int l = 0; l < W; l++) p[l * step] = v[l]; }"),
+    Record("load_at", "template <class V, class E> static inline V load_at(const E* p, i64v at) {\n"
+                      "  V v; for (int l = 0; l < W; l++) v[l] = p[at[l]]; return v; }"),
+    Record("load_at_where", "template <class V, class E>\n"
+                            "static inline V load_at_where(const E* p, i64v at, i32v m, E other) {\n"
+                            "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[at[l]] : other; return v; }"),
+    Record("store_at", "template <class V, class E> static inline void store_at(E* p, i64v at, V v) {\n"
+                       "  for (int l = 0; l < W; l++) p[at[l]] = v[l]; }"),
+    Record("store_at_where", "template <class V, class E>\n"
+                             "static inline void store_at_where(E* p, i64v at, i32v m, V v) {\n"
+                             "  for (int l = 0; l < W; l++) if (m[l]) p[at[l]] = v[l]; }"),
+    Record("mask_of_bytes", "static inline i32v mask_of_bytes(u8v x) {\n"
+                            "  return __builtin_convertvector(x, i32v) != 0; }"),
+    Record("bytes_of_mask", "static inline u8v bytes_of_mask(i32v m) { return narrow8(m & 1); }"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The two program forms of the compiler: tiles (L0) and one thread (L1), each with its verifier."""

@@ -1,0 +1,156 @@
+"""L1, the thread IR: what one CPU thread does for one instance, in scalars and short vectors.
+
+Names are assigned once, except declared variables. Memory is a view's, a scratch array's, or a register array's, whose
+index is a constant or counts an unrolled loop. Renderers print this form and no other; its rules: `thread_verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tilewright.tile.dtypes import DType
+from tilewright.tile.errors import Line
+
+
+@dataclass(frozen=True)
+class Type:
+    """A scalar (one lane) or a vector. A vector of bool is a mask."""
+
+    dtype: DType
+    lanes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.dtype}" + (f"x{self.lanes}" if self.lanes > 1 else "")
+
+
+Operand = str | int | float | bool
+"""A name, or a constant of the type that the operation wants."""
+
+
+@dataclass(frozen=True)
+class Let:
+    """`name` is the result of an operation; `operands` is their type where it is not the result's."""
+
+    name: str
+    type: Type
+    op: str
+    args: tuple[Operand, ...]
+    operands: Type | None = None
+    mode: str = ""
+    line: Line | None = None
+
+
+@dataclass(frozen=True)
+class Declare:
+    """A variable, or a register array of `count` values, each with this value first."""
+
+    name: str
+    type: Type
+    value: Operand
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Assign:
+    name: str
+    type: Type
+    value: Operand
+    index: Operand | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Elements of `memory` from `index` on, `stride` apart; with a vector `index`, wherever that says. Of a vector only
+    the first `count` lanes, or those of `mask`, are touched: the others are `other` (with `count`: 0)."""
+
+    name: str
+    type: Type
+    memory: str
+    index: Operand
+    stride: Operand = 1
+    count: Operand | None = None
+    mask: Operand | None = None
+    other: Operand = 0
+    scattered: bool = False
+    line: Line | None = None
+
+
+@dataclass(frozen=True)
+class Store:
+    """The counterpart of `Load`."""
+
+    memory: str
+    type: Type
+    index: Operand
+    value: Operand
+    stride: Operand = 1
+    count: Operand | None = None
+    mask: Operand | None = None
+    scattered: bool = False
+    line: Line | None = None
+
+
+@dataclass(frozen=True)
+class For:
+    """Counts `var` from `lo` while below `hi`. `unroll`: the bounds are constants and the loop is written out."""
+
+    var: str
+    lo: Operand
+    hi: Operand
+    step: Operand
+    body: list[Statement]
+    unroll: bool = False
+
+
+@dataclass(frozen=True)
+class If:
+    condition: Operand
+    body: list[Statement]
+
+
+Statement = Let | Declare | Assign | Load | Store | For | If
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A run-time argument. `kind`: "pointer", "stride" (of a storage axis, in elements), "extent" (size of a storage
+    axis), "size" (of a view's axis) or "scalar"."""
+
+    name: str
+    kind: str
+    of: str
+    axis: int = 0
+    dtype: DType | None = None
+
+
+@dataclass(frozen=True)
+class Array:
+    """Scratch memory of one thread."""
+
+    name: str
+    dtype: DType
+    elements: int
+
+
+@dataclass
+class Function:
+    """A lowered kernel."""
+
+    name: str
+    lanes: int
+    parameters: list[Parameter] = field(default_factory=list)
+    arrays: list[Array] = field(default_factory=list)
+    body: list[Statement] = field(default_factory=list)
+    read_only: frozenset[str] = frozenset()
+
+    def statements(self) -> Iterator[Statement]:
+        waiting = [iter(self.body)]
+        while waiting:
+            statement = next(waiting[-1], None)
+            if statement is None:
+                waiting.pop()
+                continue
+            yield statement
+            if isinstance(statement, (For, If)):
+                waiting.append(iter(statement.body))

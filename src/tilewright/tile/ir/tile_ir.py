@@ -1,0 +1,191 @@
+"""L0, the tile IR: nodes over whole tiles, and regions of ordered effects.
+
+A node is a value (or an effect) with a shape, a dtype and the author's line. Pure nodes are hash-consed; loads, stores,
+cells and control are effects, kept in program order by their region. How programs come to be is in `lang`, what they
+mean in `oracle.interpreter`, which rules they keep in `tile_verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.tile.dtypes import DType, boolean, int64
+from tilewright.tile.errors import Line
+
+
+@dataclass(frozen=True)
+class Dim:
+    """An axis that has at most `most` elements, and at run time as many as the scalar `limit` says."""
+
+    most: int
+    limit: Node
+
+    def __str__(self) -> str:
+        return f"<={self.most}"
+
+
+Axis = int | Dim
+Shape = tuple[Axis, ...]
+
+PURE = frozenset(
+    [
+        "program_id",
+        "num_programs",
+        "size",
+        "argument",
+        "const",
+        "arange",
+        "unary",
+        "binary",
+        "fma",
+        "where",
+        "cast",
+        "bitcast",
+        "broadcast",
+        "reshape",
+        "reduce",
+        "random",
+    ]
+)
+VALUE_EFFECTS = frozenset(("load", "get"))
+EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "index"}
+
+COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
+BINARY = COMPARISONS | frozenset(
+    ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr", "mulhi"]
+)
+UNARY = frozenset(["neg", "abs", "not", "sqrt", "rsqrt", "exp", "exp2", "log", "rint"])
+COMBINES = frozenset(("sum", "prod", "max", "min", "and", "or"))
+
+
+@dataclass(frozen=True)
+class ViewType:
+    """What a kernel is compiled for of a tensor argument.
+
+    `sizes`: for each axis its size, or the most it may have, or None. `unit`: the last axis is dense. `levels`: by
+    how many strides the first axis is stored: an axis of [4, 8] rows whose strides do not merge has two.
+    """
+
+    dtype: DType
+    sizes: tuple[int | Most | None, ...]
+    unit: bool = True
+    levels: int = 1
+
+    @property
+    def rank(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Most:
+    """A size that is known at run time and is at most this."""
+
+    value: int
+
+
+@dataclass(eq=False, repr=False)
+class Node:
+    """One value or effect. `region` is the innermost region that it depends on."""
+
+    op: str
+    args: tuple[Node, ...]
+    attrs: Mapping[str, Any]
+    shape: Shape
+    dtype: DType
+    region: Region
+    line: Line
+    id: int
+
+    @property
+    def scalar(self) -> bool:
+        return not self.shape
+
+    def __repr__(self) -> str:
+        return f"%{self.id}"
+
+
+@dataclass(eq=False, repr=False)
+class Region:
+    """A body: effects in program order. The kernel's own has no parent."""
+
+    parent: Region | None
+    kind: str
+    effects: list[Node] = field(default_factory=list)
+    closed: str = ""
+    """Why its values may not be used any more; "" while they may."""
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.parent is None else self.parent.depth + 1
+
+    def within(self, other: Region) -> bool:
+        """Whether this is `other` or lies inside it."""
+        here: Region | None = self
+        while here is not None:
+            if here is other:
+                return True
+            here = here.parent
+        return False
+
+
+@dataclass(eq=False, repr=False)
+class Program:
+    """A traced kernel: its arguments by name, in order, and its body."""
+
+    name: str
+    views: Mapping[str, ViewType]
+    scalars: Mapping[str, DType]
+    body: Region
+    nodes: list[Node]
+    inplace: frozenset[frozenset[str]] = frozenset()
+    """Pairs of views that may be the same memory, element for element."""
+
+    def effects(self) -> Iterator[Node]:
+        """Every effect, in program order, those of inner regions after the effect that holds them."""
+        waiting = [iter(self.body.effects)]
+        while waiting:
+            effect = next(waiting[-1], None)
+            if effect is None:
+                waiting.pop()
+                continue
+            yield effect
+            if "body" in effect.attrs:
+                waiting.append(iter(effect.attrs["body"].effects))
+
+    def written(self) -> set[str]:
+        return {e.attrs["view"] for e in self.effects() if e.op == "store"}
+
+    def may_meet(self, a: str, b: str) -> bool:
+        """Whether two views may be the same memory."""
+        return a == b or frozenset((a, b)) in self.inplace
+
+
+def static_size(axis: Axis) -> int:
+    """The number of elements that an axis has at most."""
+    return axis.most if isinstance(axis, Dim) else axis
+
+
+def broadcast_shapes(a: Shape, b: Shape) -> Shape | None:
+    """The shape of an elementwise result, as numpy has it; None where the shapes do not agree."""
+    rank = max(len(a), len(b))
+    left, right = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
+    found: list[Axis] = []
+    for one, other in zip(left, right, strict=True):
+        if one != other and 1 not in (one, other):
+            return None
+        found.append(other if one == 1 else one)
+    return tuple(found)
+
+
+def result_dtype(kind: str, dtype: DType) -> DType:
+    """The dtype of a binary operation on operands of `dtype`."""
+    return boolean if kind in COMPARISONS else dtype
+
+
+def shape_text(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+INDEX = int64

@@ -1,0 +1,168 @@
+"""The rules that every L0 program keeps, one function a rule. Run after tracing and after each pass over L0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tilewright.tile import dtypes
+from tilewright.tile.errors import VerifyError
+from tilewright.tile.ir.tile_ir import (
+    BINARY,
+    COMBINES,
+    EFFECTS,
+    PURE,
+    UNARY,
+    Dim,
+    Node,
+    Program,
+    Region,
+    broadcast_shapes,
+    result_dtype,
+    static_size,
+)
+
+
+def verify(program: Program) -> None:
+    """Raises `VerifyError` at the first rule that is broken."""
+    for node in reachable(program):
+        for rule in RULES:
+            problem = rule(program, node)
+            if problem:
+                raise VerifyError(f"{node.op}: {problem}", node.line)
+
+
+def reachable(program: Program) -> Iterator[Node]:
+    """Every node that an effect needs, operands first."""
+    seen: set[Node] = set()
+    for effect in program.effects():
+        waiting = [effect]
+        while waiting:
+            top = waiting[-1]
+            missing = [] if top in seen else [a for a in (*top.args, *limits(top)) if a not in seen]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if top not in seen:
+                seen.add(top)
+                yield top
+
+
+def limits(node: Node) -> list[Node]:
+    return [a.limit for a in node.shape if isinstance(a, Dim)]
+
+
+def known_op(program: Program, node: Node) -> str:
+    return "" if node.op in PURE or node.op in EFFECTS else "no such op"
+
+
+def shapes_agree(program: Program, node: Node) -> str:
+    if node.op in ("binary", "where", "fma", "unary", "cast", "bitcast", "random"):
+        shape = broadcast_shapes((), ())
+        for arg in node.args:
+            shape = broadcast_shapes(shape, arg.shape) if shape is not None else None
+        if shape != node.shape:
+            return f"operands of shapes {[a.shape for a in node.args]} give {shape}, not {node.shape}"
+    if node.op == "reshape":
+        if any(isinstance(a, Dim) for a in (*node.shape, *node.args[0].shape)):
+            return "regroups an axis of run-time size"
+        if _elements(node) != _elements(node.args[0]):
+            return "another number of elements"
+    return ""
+
+
+def dtypes_agree(program: Program, node: Node) -> str:
+    if node.op == "binary":
+        left, right = node.args
+        if left.dtype != right.dtype or node.dtype != result_dtype(node.attrs["kind"], left.dtype):
+            return f"{left.dtype} and {right.dtype} give {node.dtype}"
+    if node.op == "where" and not (
+        node.args[0].dtype == dtypes.boolean and node.args[1].dtype == node.args[2].dtype == node.dtype
+    ):
+        return f"chooses between {node.args[1].dtype} and {node.args[2].dtype} by {node.args[0].dtype}"
+    if node.op == "store" and node.args[-1].dtype != program.views[node.attrs["view"]].dtype:
+        return f"a value of {node.args[-1].dtype} into a view of {program.views[node.attrs['view']].dtype}"
+    return ""
+
+
+def kinds_exist(program: Program, node: Node) -> str:
+    table = {"binary": BINARY, "unary": UNARY}.get(node.op)
+    if table is not None and node.attrs["kind"] not in table:
+        return f"no kind {node.attrs['kind']}"
+    if node.op == "reduce":
+        if node.attrs["combine"] not in COMBINES:
+            return f"no combine {node.attrs['combine']}"
+        if not 0 <= node.attrs["axis"] < len(node.args[0].shape):
+            return f"no axis {node.attrs['axis']}"
+    return ""
+
+
+def regions_hold(program: Program, node: Node) -> str:
+    """No use across a closed region: what a node uses lives where the node lives or further out."""
+    for arg in (*node.args, *limits(node)):
+        if not node.region.within(arg.region):
+            return f"uses %{arg.id} of another region, made at {arg.line}"
+    return ""
+
+
+def bounds_are_scalars(program: Program, node: Node) -> str:
+    wanted = node.args if node.op == "loop" else limits(node)
+    if any(a.shape or a.dtype != dtypes.int64 for a in wanted):
+        return "a bound is no int64 scalar"
+    if node.op in ("when", "check") and (node.args[0].shape or node.args[0].dtype != dtypes.boolean):
+        return "the condition is no bool scalar"
+    return ""
+
+
+def index_has_rank(program: Program, node: Node) -> str:
+    if node.op not in ("load", "store"):
+        return ""
+    view = program.views.get(node.attrs["view"])
+    if view is None:
+        return f"no view {node.attrs['view']}"
+    extra = node.attrs["masked"] + (node.op == "store")
+    if len(node.args) - extra != view.rank:
+        return f"{len(node.args) - extra} indices for {view.rank} axes"
+    if any(a.dtype != dtypes.int64 for a in node.args[: view.rank]):
+        return "an index is not int64"
+    return ""
+
+
+def sets_match(program: Program, node: Node) -> str:
+    """Each get and set names a cell that is declared before it, further out or in the same region."""
+    if node.op not in ("get", "set"):
+        return ""
+    cell = program.nodes[node.attrs["var"]]
+    if cell.op != "var" or cell.id > node.id or not node.region.within(cell.region):
+        return "no such cell here"
+    value = node.args[0] if node.op == "set" else node
+    if value.dtype != cell.dtype or broadcast_shapes(value.shape, cell.shape) != cell.shape:
+        return f"a cell of {cell.dtype}{list(cell.shape)} meets {value.dtype}{list(value.shape)}"
+    return ""
+
+
+RULES: tuple[Callable[[Program, Node], str], ...] = (
+    known_op,
+    shapes_agree,
+    dtypes_agree,
+    kinds_exist,
+    regions_hold,
+    bounds_are_scalars,
+    index_has_rank,
+    sets_match,
+)
+
+
+def _elements(node: Node) -> int:
+    count = 1
+    for axis in node.shape:
+        count *= static_size(axis)
+    return count
+
+
+def regions(body: Region) -> Iterator[Region]:
+    """A region and all inside it."""
+    yield body
+    for effect in body.effects:
+        if "body" in effect.attrs:
+            yield from regions(effect.attrs["body"])

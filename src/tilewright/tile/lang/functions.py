@@ -1,0 +1,270 @@
+"""`t`, the first argument of every kernel and fragment: what can be done with tiles beside Python's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tilewright.tile import dtypes
+from tilewright.tile.dtypes import DType
+from tilewright.tile.errors import TraceError
+from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Shape, broadcast_shapes, shape_text, static_size
+from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, pair, unary
+from tilewright.tile.lang.trace import Recorder
+
+
+class Functions:
+    """Functions over tiles. `recorder` is the program that they build."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._t = recorder
+
+    # Index ----------------------------------------------------------------------------------------------------------
+
+    def program_id(self, axis: int) -> Tile:
+        """Which instance this is, along a grid axis 0 to 2."""
+        return Tile(self._t, self._t.add("program_id", axis=_grid_axis(axis)))
+
+    def num_programs(self, axis: int) -> Tile:
+        return Tile(self._t, self._t.add("num_programs", axis=_grid_axis(axis)))
+
+    def arange(self, n: Any, limit: Any = None) -> Tile:
+        """0, 1, .. n - 1 as int64.
+
+        Args:
+            n: an int; or the size of a view, which the kernel is compiled for or for which it knows the most.
+            limit: a scalar; elements from it on do not exist.
+        """
+        if isinstance(n, Tile):
+            if n.node.op != "size":
+                raise TraceError(
+                    "arange takes an int or a view's size; for another count say arange(most, limit=count)"
+                )
+            most = self._most(n)
+            if most is None:
+                view, axis = n.node.attrs["view"], n.node.attrs["axis"]
+                raise TraceError(
+                    f"{view}.shape[{axis}] is only known at run time: list it in static={{{view!r}: ({axis},)}}, or "
+                    f"say arange(most, limit={view}.shape[{axis}])"
+                )
+            return self._arange(Dim(most, n.node)) if limit is None else self.arange(most, limit)
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise TraceError(f"arange({n!r}): needs a count of 1 or more")
+        if limit is None:
+            return self._arange(n)
+        bound = lift(self._t, limit, dtypes.int64)
+        if bound.shape or not bound.dtype.integer:
+            raise TraceError("the limit of an arange is an integer scalar")
+        clamped = self.maximum(self.minimum(bound.i64(), n), 0)
+        return self._arange(Dim(n, clamped.node))
+
+    def _arange(self, axis: Axis) -> Tile:
+        return Tile(self._t, self._t.add("arange", shape=(axis,)))
+
+    def _most(self, size: Tile) -> int | None:
+        attrs = size.node.attrs
+        return View(self._t, attrs["view"], self._t.views[attrs["view"]]).most(attrs["axis"])
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def load(self, place: Place, mask: Any = None, other: Any = 0) -> Tile:
+        """The elements at a place, in the view's dtype. Where the mask is false memory is not touched and the value is
+        `other`, a Python number."""
+        if not isinstance(place, Place):
+            raise TraceError("t.load takes a place, as x[row, col]")
+        if isinstance(other, Tile):
+            raise TraceError("`other` is a Python number; use t.where for more")
+        args, shape = self._masked(place, mask)
+        view = place.view
+        made = self._t.effect("load", args, shape=shape, dtype=view.dtype, view=view.name, masked=mask is not None,
+                              other=other)  # fmt: skip
+        return Tile(self._t, made)
+
+    def store(self, place: Place, value: Any, mask: Any = None) -> None:
+        """Write a tile of the view's dtype; it broadcasts over the place."""
+        if not isinstance(place, Place):
+            raise TraceError("t.store takes a place, as x[row, col]")
+        made = lift(self._t, value, place.view.dtype)
+        if made.dtype != place.view.dtype:
+            raise TraceError(f"{place.view.name} is {place.view.dtype}, the value {made.dtype}: round it with .to()")
+        args, shape = self._masked(place, mask)
+        if broadcast_shapes(made.shape, shape) != shape:
+            raise TraceError(f"a value of shape {shape_text(made.shape)} for a place of shape {shape_text(shape)}")
+        self._t.effect("store", (*args, made.node), shape=shape, dtype=place.view.dtype, view=place.view.name,
+                       masked=mask is not None)  # fmt: skip
+
+    def _masked(self, place: Place, mask: Any) -> tuple[tuple[Any, ...], Shape]:
+        args = tuple(i.node for i in place.index)
+        if mask is None:
+            return args, place.shape
+        tile = lift(self._t, mask, dtypes.boolean)
+        if tile.dtype != dtypes.boolean or broadcast_shapes(tile.shape, place.shape) != place.shape:
+            raise TraceError(f"the mask is {tile.dtype}{shape_text(tile.shape)} for {shape_text(place.shape)}")
+        return (*args, tile.node), place.shape
+
+    # Elements -------------------------------------------------------------------------------------------------------
+
+    def where(self, condition: Any, a: Any, b: Any) -> Tile:
+        test = lift(self._t, condition, dtypes.boolean)
+        if not isinstance(a, Tile) and not isinstance(b, Tile):
+            a = lift(self._t, float(a) if isinstance(b, float) else a)
+        left, right = pair(a, b)
+        shape = broadcast_shapes(left.shape, right.shape)
+        shape = None if shape is None else broadcast_shapes(shape, test.shape)
+        if test.dtype != dtypes.boolean or shape is None:
+            raise TraceError(f"where: a condition {test!r} for {left!r} and {right!r}")
+        nodes = (test.node, left.node, right.node)
+        return Tile(self._t, self._t.add("where", nodes, shape=shape, dtype=left.dtype))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Tile:
+        """a * b + c with one rounding, in float32."""
+        left, right = pair(a, b)
+        _, third = pair(left, c)
+        shape = broadcast_shapes(left.shape, right.shape)
+        shape = None if shape is None else broadcast_shapes(shape, third.shape)
+        if left.dtype != dtypes.float32 or shape is None:
+            raise TraceError("fma takes float32 tiles of shapes that broadcast")
+        nodes = (left.node, right.node, third.node)
+        return Tile(self._t, self._t.add("fma", nodes, shape=shape, dtype=dtypes.float32))
+
+    def maximum(self, a: Any, b: Any, nan: str = "propagate") -> Tile:
+        return binary("max", a, b, nan=_nan(nan))
+
+    def minimum(self, a: Any, b: Any, nan: str = "propagate") -> Tile:
+        return binary("min", a, b, nan=_nan(nan))
+
+    def abs(self, x: Tile) -> Tile:
+        return unary("abs", x)
+
+    def sqrt(self, x: Tile) -> Tile:
+        return unary("sqrt", x)
+
+    def rsqrt(self, x: Tile) -> Tile:
+        """1 / sqrt(x), each of the two rounded."""
+        return unary("rsqrt", x)
+
+    def exp(self, x: Tile) -> Tile:
+        return unary("exp", x)
+
+    def exp2(self, x: Tile) -> Tile:
+        return unary("exp2", x)
+
+    def log(self, x: Tile) -> Tile:
+        return unary("log", x)
+
+    def rint(self, x: Tile) -> Tile:
+        """To the nearest integer, ties to even, as a float."""
+        return unary("rint", x)
+
+    def zeros(self, *shape: Any, dtype: DType = dtypes.float32) -> Tile:
+        """A tile of zeros. An axis is an int, or one of another tile's `.shape`."""
+        return self.full(shape, 0.0 if dtype.floating else 0, dtype)
+
+    def full(self, shape: tuple[Any, ...], value: Any, dtype: DType = dtypes.float32) -> Tile:
+        scalar = lift(self._t, value, dtype)
+        axes = (-1,) * len(shape)
+        made = self._t.add("broadcast", (scalar.node,), shape=tuple(shape), dtype=scalar.dtype, axes=axes)
+        return Tile(self._t, made)
+
+    def random(self, seed: Any, counter: Any, row: Any, word: Any) -> Tile:
+        """One of the four words of Philox4x32-10 (Salmon et al., 2011) as uint32.
+
+        Args:
+            seed: int64, the key. counter: int64, the low half of the counter. row: int64, the high half.
+            word: int64, which of the four words, 0 to 3.
+        """
+        tiles = [lift(self._t, v, dtypes.int64).i64() for v in (seed, counter, row, word)]
+        shape: Shape | None = ()
+        for tile in tiles:
+            shape = broadcast_shapes(shape, tile.shape) if shape is not None else None
+        if shape is None:
+            raise TraceError("the arguments of t.random do not broadcast")
+        made = self._t.add("random", tuple(x.node for x in tiles), shape=shape, dtype=dtypes.uint32)
+        return Tile(self._t, made)
+
+    # Across elements ------------------------------------------------------------------------------------------------
+
+    def reduce(self, x: Tile, combine: str, axis: int = -1, keep: bool = False) -> Tile:
+        """Fold an axis. The order of a floating sum is fixed by kernel, schedule and target, and otherwise open.
+
+        Args:
+            combine: "sum", "prod", "max", "min" (NaN propagates), or "and", "or" on bool.
+            keep: leave the axis, with size 1.
+        """
+        if combine not in COMBINES:
+            raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(COMBINES))}")
+        if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
+            raise TraceError(f"{combine} is not defined on {x.dtype}")
+        if x.dtype != dtypes.boolean and not x.dtype.computes:
+            raise TraceError(f"{x.dtype} is storage: widen it first, {'.f32()' if x.dtype.floating else '.i32()'}")
+        number, _ = axis_of(x, axis)
+        rest = tuple(1 if i == number else a for i, a in enumerate(x.shape) if keep or i != number)
+        made = self._t.add("reduce", (x.node,), shape=rest, dtype=x.dtype, combine=combine, axis=number, keep=keep)
+        return Tile(self._t, made)
+
+    def sum(self, x: Tile, axis: int = -1, keep: bool = False) -> Tile:
+        return self.reduce(x, "sum", axis, keep)
+
+    def max(self, x: Tile, axis: int = -1, keep: bool = False) -> Tile:
+        return self.reduce(x, "max", axis, keep)
+
+    def min(self, x: Tile, axis: int = -1, keep: bool = False) -> Tile:
+        return self.reduce(x, "min", axis, keep)
+
+    def mean(self, x: Tile, axis: int = -1, keep: bool = False) -> Tile:
+        """The sum over the true size of the axis, never a padded one."""
+        return self.sum(x, axis, keep) / self.extent(x, axis).f32()
+
+    def extent(self, x: Tile, axis: int = -1) -> Tile:
+        """The size of an axis, as an int64 scalar."""
+        _, size = axis_of(x, axis)
+        return Tile(self._t, size.limit) if isinstance(size, Dim) else lift(self._t, static_size(size), dtypes.int64)
+
+    # Control --------------------------------------------------------------------------------------------------------
+
+    def var(self, value: Any) -> Var:
+        """A cell with a first value."""
+        made = lift(self._t, value)
+        return Var(self._t, self._t.effect("var", (made.node,), shape=made.shape, dtype=made.dtype))
+
+    def range(self, lo: Any, hi: Any = None, step: Any = 1) -> Iterator[Tile]:
+        """A loop over int64 indices. The body is traced twice, so Python side effects happen twice."""
+        lo, hi = (0, lo) if hi is None else (lo, hi)
+        bounds = [lift(self._t, v, dtypes.int64) for v in (lo, hi, step)]
+        if any(b.shape or not b.dtype.integer for b in bounds):
+            raise TraceError("the bounds of t.range are integer scalars")
+        if isinstance(step, int) and step < 1:
+            raise TraceError(f"t.range with step {step}: needs 1 or more")
+        low, high, by = (b.i64().node for b in bounds)
+        for index in self._t.loop(low, high, by):
+            yield Tile(self._t, index)
+
+    @contextmanager
+    def when(self, condition: Any) -> Iterator[None]:
+        """Effects that happen only where a scalar condition holds."""
+        test = lift(self._t, condition, dtypes.boolean)
+        if test.shape or test.dtype != dtypes.boolean:
+            raise TraceError("t.when takes a bool scalar; for tiles mask the store, or use t.where")
+        with self._t.inside("when") as region:
+            yield
+        self._t.effect("when", (test.node,), body=region)
+
+    def check(self, condition: Any, text: str) -> None:
+        """In a checked run, an error with this text unless a scalar condition holds. Compiled code does not test it."""
+        test = lift(self._t, condition, dtypes.boolean)
+        if test.shape or test.dtype != dtypes.boolean:
+            raise TraceError("t.check takes a bool scalar")
+        self._t.effect("check", (test.node,), text=text)
+
+
+def _grid_axis(axis: int) -> int:
+    if axis not in (0, 1, 2):
+        raise TraceError(f"a grid has axes 0, 1, 2; not {axis}")
+    return axis
+
+
+def _nan(nan: str) -> str:
+    if nan not in ("propagate", "ignore"):
+        raise TraceError(f'nan={nan!r}; takes "propagate" or "ignore"')
+    return nan

@@ -1,0 +1,205 @@
+"""Kernels and fragments: how a Python function becomes a program.
+
+`@kernel` holds a function over `t` and its arguments; `bind` gives it fragments, whose own tensors join the arguments;
+`trace` runs it once for given argument types. How programs are compiled and called is in `runtime`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, overload
+
+from tilewright.tile import dtypes
+from tilewright.tile.dtypes import DType
+from tilewright.tile.errors import TileError
+from tilewright.tile.ir.tile_ir import Most, Program, ViewType
+from tilewright.tile.ir.tile_verify import verify
+from tilewright.tile.lang.functions import Functions
+from tilewright.tile.lang.tiles import Tile, View
+from tilewright.tile.lang.trace import Recorder
+
+Argument = ViewType | DType | int | float | bool | str | None
+"""What a kernel is told of an argument: a tensor's type, a scalar's, or a constant of the compilation."""
+SCALARS = (dtypes.float32, dtypes.int64)
+
+
+class Fragment:
+    """A piece of a kernel with arguments of its own. Calling it binds those, last parameters first; numbers and
+    strings become constants, everything else an argument of the kernel."""
+
+    def __init__(self, function: Callable[..., Any], bound: Mapping[str, Any] | None = None) -> None:
+        self.function, self.bound = function, dict(bound or {})
+        self.parameters = list(inspect.signature(function).parameters)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **named: Any) -> Fragment:
+        free = [p for p in self.parameters if p not in self.bound and p not in named]
+        unknown = [n for n in named if n not in self.parameters]
+        if unknown or len(args) > len(free):
+            raise TypeError(f"{self.function.__name__} has no parameter {unknown or args[len(free) :]}")
+        last = dict(zip(free[len(free) - len(args) :], args, strict=True))
+        return Fragment(self.function, {**self.bound, **last, **named})
+
+    def arguments(self) -> dict[str, Any]:
+        """What joins the kernel's arguments."""
+        return {n: v for n, v in self.bound.items() if not _constant(v)}
+
+    def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function for a trace, with its bound arguments as handles."""
+        values = {**self.bound, **handles}
+
+        def call(*args: Any) -> Any:
+            missing = [p for p in self.parameters[len(args) :] if p not in values]
+            if missing:
+                raise TypeError(f"{self.function.__name__} needs {', '.join(missing)}: bind it")
+            return self.function(*args, **{n: values[n] for n in self.parameters[len(args) :]})
+
+        return call
+
+
+def fragment(function: Callable[..., Any]) -> Fragment:
+    """Make a function of (t, ..., own arguments) a fragment."""
+    return Fragment(function)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function over tiles. `static` lists the sizes that it may ask for as Python ints; `inplace` the pairs of views
+    that may be the same memory, element for element."""
+
+    function: Callable[..., Any]
+    static: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    inplace: frozenset[frozenset[str]] = frozenset()
+    fragments: Mapping[str, Fragment | None] = field(default_factory=dict)
+
+    on: ClassVar[Callable[[Kernel, tuple[int, ...]], Callable[..., None]] | None] = None
+    """What makes `kernel[grid]`; set by the runtime, which lies above."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """The kernel on a grid of instances, to be called with its arguments."""
+        if Kernel.on is None:
+            raise TypeError("no runtime is loaded: import tilewright.tile")
+        return Kernel.on(self, grid)
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Those that are arguments: neither `t` nor fragments."""
+        found = list(inspect.signature(self.function).parameters.values())[1:]
+        return {p.name: p for p in found if not self._is_fragment(p)}
+
+    def _is_fragment(self, p: inspect.Parameter) -> bool:
+        return p.name in self.fragments or isinstance(p.default, Fragment)
+
+    def bind(self, **fragments: Fragment | None) -> Kernel:
+        """The kernel with these fragments in place of its defaults."""
+        known = inspect.signature(self.function).parameters
+        unknown = [n for n in fragments if n not in known]
+        if unknown:
+            raise TypeError(f"{self.name} has no parameter {unknown[0]}")
+        return Kernel(self.function, self.static, self.inplace, {**self.fragments, **fragments})
+
+    def aliased(self, *pairs: Iterable[str]) -> Kernel:
+        """The kernel for calls where these pairs of views are the same memory."""
+        made = frozenset(frozenset(p) for p in pairs)
+        return Kernel(self.function, self.static, self.inplace | made, self.fragments)
+
+    def bound(self) -> dict[str, Any]:
+        """The arguments that fragments bring, by their name in the kernel."""
+        return {
+            f"{place}_{name}": value
+            for place, piece in self._pieces().items()
+            if piece is not None
+            for name, value in piece.arguments().items()
+        }
+
+    def _pieces(self) -> dict[str, Fragment | None]:
+        found: dict[str, Fragment | None] = {}
+        for p in list(inspect.signature(self.function).parameters.values())[1:]:
+            if p.name in self.fragments:
+                found[p.name] = self.fragments[p.name]
+            elif isinstance(p.default, Fragment):
+                found[p.name] = p.default
+        return found
+
+    def trace(self, arguments: Mapping[str, Argument]) -> Program:
+        """The program for arguments of these types, verified.
+
+        Args:
+            arguments: by name, those that fragments bring included (see `bound`). Views and scalar dtypes stand for
+                run-time arguments; anything else is a constant.
+
+        Raises:
+            TraceError: the function does what tiles cannot; the message names its line.
+        """
+        allowed = {n: self._sizes(n, v) if isinstance(v, ViewType) else v for n, v in arguments.items()}
+        views = {n: v for n, v in allowed.items() if isinstance(v, ViewType)}
+        scalars = {n: v for n, v in allowed.items() if isinstance(v, DType)}
+        wrong = [f"{n} is {v}" for n, v in scalars.items() if v not in SCALARS]
+        if wrong:
+            raise TileError(f"{self.name}: scalars are float32 or int64; {wrong[0]}")
+        recorder = Recorder(self.name, views, scalars)
+        handles: dict[str, Any] = {}
+        for name, value in allowed.items():
+            if isinstance(value, ViewType):
+                handles[name] = View(recorder, name, value)
+            elif isinstance(value, DType):
+                handles[name] = Tile(recorder, recorder.add("argument", dtype=value, name=name))
+            else:
+                handles[name] = value
+        own = {n: handles.pop(n) for n in self.parameters if n in handles}
+        missing = [n for n, p in self.parameters.items() if n not in own and p.default is p.empty]
+        if missing:
+            raise TypeError(f"{self.name} needs {', '.join(missing)}")
+        for place, piece in self._pieces().items():
+            mine = {} if piece is None else {n: handles.pop(f"{place}_{n}") for n in piece.arguments()}
+            own[place] = piece if piece is None else piece.inlined(mine)
+        if handles:
+            raise TypeError(f"{self.name} has no parameter {', '.join(handles)}")
+        self.function(Functions(recorder), **own)
+        program = recorder.finish(self.inplace)
+        verify(program)
+        return program
+
+    def _sizes(self, name: str, view: ViewType) -> ViewType:
+        """The view without the sizes that the kernel may not ask for."""
+        asked = self.static.get(name, ())
+        return ViewType(view.dtype, tuple(s if i in asked else None for i, s in enumerate(view.sizes)), view.unit,
+                        view.levels)  # fmt: skip
+
+
+@overload
+def kernel(
+    function: Callable[..., Any],
+    /,
+    *,
+    static: Mapping[str, tuple[int, ...]] | None = None,
+    inplace: Iterable[Iterable[str]] = (),
+) -> Kernel: ...
+@overload
+def kernel(
+    *, static: Mapping[str, tuple[int, ...]] | None = None, inplace: Iterable[Iterable[str]] = ()
+) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    static: Mapping[str, tuple[int, ...]] | None = None,
+    inplace: Iterable[Iterable[str]] = (),
+) -> Any:
+    """Make a function of (t, arguments, fragments) a kernel. See `Kernel`."""
+
+    def make(found: Callable[..., Any]) -> Kernel:
+        return Kernel(found, static or {}, frozenset(frozenset(p) for p in inplace))
+
+    return make if function is None else make(function)
+
+
+def _constant(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, Most))

@@ -1,0 +1,372 @@
+"""The handles that a kernel's author holds: tiles, views, places in views, and cells.
+
+A `Tile` is an immutable value of a static shape (a scalar where that is empty). Operators record; nothing is computed.
+The functions of `t` are in `functions`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from tilewright.tile import dtypes
+from tilewright.tile.dtypes import DType
+from tilewright.tile.errors import TraceError
+from tilewright.tile.ir.tile_ir import (
+    COMPARISONS,
+    Axis,
+    Dim,
+    Most,
+    Node,
+    Shape,
+    ViewType,
+    broadcast_shapes,
+    result_dtype,
+    shape_text,
+    static_size,
+)
+from tilewright.tile.lang.trace import Recorder
+
+Number = int | float | bool
+Operand = "Tile | Number"
+ROUNDINGS = ("nearest_even", "toward_zero")
+
+
+class Tile:
+    """A tile of values, or one scalar."""
+
+    __slots__ = ("_t", "node")
+    __array_ufunc__ = None  # numpy's operators leave theirs to ours
+    __hash__ = object.__hash__
+
+    def __init__(self, recorder: Recorder, node: Node) -> None:
+        self._t, self.node = recorder, node
+
+    @property
+    def shape(self) -> Shape:
+        return self.node.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.node.dtype
+
+    def __repr__(self) -> str:
+        return f"<tile {self.dtype}{shape_text(self.shape)} from {self.node.line}>"
+
+    # Arithmetic ---------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Tile:
+        return binary("add", self, other)
+
+    def __radd__(self, other: Any) -> Tile:
+        return binary("add", other, self)
+
+    def __sub__(self, other: Any) -> Tile:
+        return binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Tile:
+        return binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> Tile:
+        return binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Tile:
+        return binary("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Tile:
+        return binary("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Tile:
+        return binary("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Tile:
+        return binary("floordiv", self, other)
+
+    def __mod__(self, other: Any) -> Tile:
+        return binary("mod", self, other)
+
+    def __and__(self, other: Any) -> Tile:
+        return binary("and", self, other)
+
+    def __or__(self, other: Any) -> Tile:
+        return binary("or", self, other)
+
+    def __xor__(self, other: Any) -> Tile:
+        return binary("xor", self, other)
+
+    def __lshift__(self, other: Any) -> Tile:
+        return binary("shl", self, other)
+
+    def __rshift__(self, other: Any) -> Tile:
+        return binary("shr", self, other)
+
+    def __lt__(self, other: Any) -> Tile:
+        return binary("lt", self, other)
+
+    def __le__(self, other: Any) -> Tile:
+        return binary("le", self, other)
+
+    def __gt__(self, other: Any) -> Tile:
+        return binary("gt", self, other)
+
+    def __ge__(self, other: Any) -> Tile:
+        return binary("ge", self, other)
+
+    def __eq__(self, other: Any) -> Tile:  # type: ignore[override]
+        return binary("eq", self, other)
+
+    def __ne__(self, other: Any) -> Tile:  # type: ignore[override]
+        return binary("ne", self, other)
+
+    def __neg__(self) -> Tile:
+        return unary("neg", self)
+
+    def __invert__(self) -> Tile:
+        return unary("not", self)
+
+    # Shape and type -----------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Tile:
+        """`x[:, None]` and the like: new axes of size 1, and nothing else."""
+        parts = index if isinstance(index, tuple) else (index,)
+        kept = [p for p in parts if p is not None]
+        if any(p != slice(None) for p in kept) or len(kept) != len(self.shape):
+            raise TraceError(f"a tile of shape {shape_text(self.shape)} takes `:` for each axis, and None for new ones")
+        counter = iter(range(len(self.shape)))
+        axes = tuple(-1 if p is None else next(counter) for p in parts)
+        shape = tuple(1 if a < 0 else self.shape[a] for a in axes)
+        return Tile(self._t, self._t.add("broadcast", (self.node,), shape=shape, dtype=self.dtype, axes=axes))
+
+    def reshape(self, *shape: int) -> Tile:
+        """The same elements in the same order under another shape."""
+        if any(isinstance(a, Dim) for a in self.shape):
+            raise TraceError("reshape would regroup an axis of run-time size: load the tile in its final shape")
+        sizes = [static_size(a) for a in self.shape]
+        if _product(sizes) != _product(shape):
+            raise TraceError(f"{shape_text(self.shape)} does not reshape to {shape_text(shape)}")
+        return Tile(self._t, self._t.add("reshape", (self.node,), shape=tuple(shape), dtype=self.dtype))
+
+    def to(self, dtype: DType, round: str = "", saturate: bool = False) -> Tile:
+        """A cast. Floating types round to nearest even.
+
+        Args:
+            round: from float to an integer, "nearest_even" or "toward_zero"; needed there.
+            saturate: clamp what lies beyond the dtype to its ends; NaN gives 0 in an integer, and stays in a float.
+        """
+        mine = self.dtype
+        if mine == dtype:
+            return self
+        if mine.floating and dtype.integer:
+            if round not in ROUNDINGS:
+                raise TraceError(f"from {mine} to {dtype}: say round=, one of {', '.join(ROUNDINGS)}")
+            if not saturate:
+                raise TraceError(f"from {mine} to {dtype}: what does not fit has no value; say saturate=True")
+        elif round not in ("", "nearest_even"):
+            raise TraceError(f"from {mine} to {dtype} there is one rounding, to nearest even")
+        if dtype == dtypes.float8_e4m3fn and not saturate:
+            raise TraceError(f"{dtype} has no infinity; say saturate=True")
+        if dtype.floating and not mine.computes and mine.floating and dtype != dtypes.float32:
+            return self.to(dtypes.float32).to(dtype, saturate=saturate)
+        if mine.kind != "b" and dtype == dtypes.boolean:
+            raise TraceError("compare with 0 instead of casting to bool")
+        kind = round or "nearest_even"
+        made = self._t.add("cast", (self.node,), shape=self.shape, dtype=dtype, round=kind, saturate=saturate)
+        return Tile(self._t, made)
+
+    def f32(self) -> Tile:
+        return self.to(dtypes.float32)
+
+    def i32(self) -> Tile:
+        return self.to(dtypes.int32)
+
+    def i64(self) -> Tile:
+        return self.to(dtypes.int64)
+
+    def bits(self, dtype: DType) -> Tile:
+        """The same bits as another dtype of the same size."""
+        if dtype.itemsize != self.dtype.itemsize or not (dtype.computes and self.dtype.computes):
+            raise TraceError(f"the bits of {self.dtype} are no {dtype}")
+        return Tile(self._t, self._t.add("bitcast", (self.node,), shape=self.shape, dtype=dtype))
+
+    # What Python would do behind the author's back ------------------------------------------------------------------
+
+    def __bool__(self) -> NoReturn:
+        raise TraceError(
+            "a tile has no truth value while a kernel is traced (this is what `if`, `and`, `or`, `not` and chained "
+            "comparisons ask for): use t.where for values, t.when for effects"
+        )
+
+    def __int__(self) -> NoReturn:
+        raise TraceError("a run-time value is no Python number: list the size in `static` if it may be in the key")
+
+    __index__ = __int__
+
+    def __float__(self) -> NoReturn:
+        raise TraceError("a run-time value is no Python number")
+
+    def __iter__(self) -> NoReturn:
+        raise TraceError("a tile cannot be iterated: work on it whole, or loop with t.range")
+
+    def __len__(self) -> NoReturn:
+        raise TraceError("a tile has no len(): ask for .shape")
+
+
+class View:
+    """A tensor argument: pointer, sizes, strides. `x[row, col]` is a place, for t.load and t.store."""
+
+    def __init__(self, recorder: Recorder, name: str, type: ViewType) -> None:
+        self._t, self.name, self.type = recorder, name, type
+
+    @property
+    def dtype(self) -> DType:
+        return self.type.dtype
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Sizes: Python ints where the kernel is compiled for them, else scalars."""
+        return tuple(
+            s if isinstance(s, int) else Tile(self._t, self._t.add("size", view=self.name, axis=i))
+            for i, s in enumerate(self.type.sizes)
+        )
+
+    def most(self, axis: int) -> int | None:
+        """The most elements that an axis can have, where that is known."""
+        size = self.type.sizes[axis]
+        return size.value if isinstance(size, Most) else size
+
+    def __getitem__(self, index: Any) -> Place:
+        return Place(self, index if isinstance(index, tuple) else (index,))
+
+
+class Place:
+    """Elements of a view: an index for each of its axes."""
+
+    def __init__(self, view: View, index: tuple[Any, ...]) -> None:
+        self.view = view
+        if len(index) != view.type.rank:
+            raise TraceError(f"{view.name} has {view.type.rank} axes; {len(index)} indices")
+        self.index = tuple(self._one(view._t, i) for i in index)
+        shape: Shape | None = ()
+        for tile in self.index:
+            shape = broadcast_shapes(shape, tile.shape) if shape is not None else None
+        if shape is None:
+            raise TraceError(
+                f"the indices of {view.name} do not broadcast: {[shape_text(i.shape) for i in self.index]}"
+            )
+        self.shape: Shape = shape
+
+    @staticmethod
+    def _one(recorder: Recorder, index: Any) -> Tile:
+        if isinstance(index, Tile):
+            if not index.dtype.integer:
+                raise TraceError(f"an index is {index.dtype}; needs an integer")
+            return index.i64()
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TraceError(f"an index is {index!r}; needs a tile or an int")
+        return Tile(recorder, recorder.const(index, dtypes.int64))
+
+
+class Var:
+    """A cell that outlives an iteration: `.get()` and `.set(value)`."""
+
+    def __init__(self, recorder: Recorder, node: Node) -> None:
+        self._t, self.node = recorder, node
+
+    def get(self) -> Tile:
+        n = self.node
+        return Tile(self._t, self._t.effect("get", shape=n.shape, dtype=n.dtype, var=n.id))
+
+    def set(self, value: Any) -> None:
+        n = self.node
+        made = lift(self._t, value, n.dtype)
+        if made.dtype != n.dtype or broadcast_shapes(made.shape, n.shape) != n.shape:
+            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{made.dtype}{shape_text(made.shape)}"
+            raise TraceError(f"the variable holds {mine}, the value is {theirs}")
+        self._t.effect("set", (made.node,), shape=n.shape, dtype=n.dtype, var=n.id)
+
+
+# Recording ------------------------------------------------------------------------------------------------------------
+
+
+def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
+    """A tile of what may be a Python number; a number takes the dtype of what it meets."""
+    if isinstance(value, Tile):
+        if value._t is not recorder:
+            raise TraceError("a tile of another kernel's trace is used")
+        return value
+    if isinstance(value, bool):
+        return Tile(recorder, recorder.const(value, like if like == dtypes.boolean else dtypes.boolean))
+    if isinstance(value, int):
+        return Tile(recorder, recorder.const(value, like if like and like.computes else dtypes.int64))
+    if isinstance(value, float):
+        if like is not None and like.integer:
+            raise TraceError(f"{value} meets a tile of {like}: cast it with .f32()")
+        return Tile(recorder, recorder.const(value, dtypes.float32))
+    raise TraceError(f"{value!r} is neither a tile nor a number")
+
+
+def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
+    """Both operands as tiles of one dtype."""
+    known = a if isinstance(a, Tile) else b
+    if not isinstance(known, Tile):
+        raise TraceError(f"neither {a!r} nor {b!r} is a tile")
+    left, right = lift(known._t, a, known.dtype), lift(known._t, b, known.dtype)
+    if left.dtype != right.dtype:
+        storage = next((d for d in (left.dtype, right.dtype) if not d.computes and d != dtypes.boolean), None)
+        if storage is not None:
+            raise TraceError(f"{storage} is storage: widen it first, {'.f32()' if storage.floating else '.i32()'}")
+        raise TraceError(f"{left.dtype} meets {right.dtype}: cast one with .f32(), .i32(), .i64() or .to()")
+    return left, right
+
+
+def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
+    left, right = pair(a, b)
+    dtype = left.dtype
+    if dtype == dtypes.boolean:
+        allowed = kind in ("and", "or", "xor", "eq", "ne")
+    elif not dtype.computes:
+        raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
+    elif dtype.floating:
+        allowed = kind in COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
+    else:
+        allowed = kind != "div" and (kind != "mulhi" or dtype == dtypes.uint32)
+        if kind == "div":
+            raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
+    if not allowed:
+        raise TraceError(f"{kind} is not defined on {dtype}")
+    shape = broadcast_shapes(left.shape, right.shape)
+    by = right.node.attrs["value"] if right.node.op == "const" and dtype.integer else 0
+    if kind in ("floordiv", "mod") and by > 0 and by & (by - 1) == 0:  # rounding down, a shift and a mask are the same
+        kind, value = ("shr", by.bit_length() - 1) if kind == "floordiv" else ("and", by - 1)
+        right = Tile(left._t, left._t.const(value, dtype))
+    if shape is None:
+        raise TraceError(f"shapes {shape_text(left.shape)} and {shape_text(right.shape)} do not broadcast")
+    t = left._t
+    made = t.add("binary", (left.node, right.node), shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
+    return Tile(t, made)
+
+
+def unary(kind: str, x: Tile) -> Tile:
+    dtype = x.dtype
+    if dtype == dtypes.boolean or kind == "not":
+        if kind != "not" or dtype != dtypes.boolean:
+            raise TraceError(f"{kind} is not defined on {dtype}")
+    elif not dtype.computes:
+        raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
+    elif dtype.integer and kind not in ("neg", "abs"):
+        raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
+    return Tile(x._t, x._t.add("unary", (x.node,), shape=x.shape, dtype=dtype, kind=kind))
+
+
+def _product(sizes: Any) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def axis_of(tile: Tile, axis: int) -> tuple[int, Axis]:
+    """A possibly negative axis as its number and size."""
+    rank = len(tile.shape)
+    if not -rank <= axis < rank:
+        raise TraceError(f"axis {axis} of a tile of shape {shape_text(tile.shape)}")
+    return axis % rank, tile.shape[axis]

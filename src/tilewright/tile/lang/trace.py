@@ -1,0 +1,126 @@
+"""The recorder behind a kernel's `t`: it makes nodes, opens and closes regions, and traces each loop body twice.
+
+Pure nodes are hash-consed and belong to the innermost region that they depend on, so what a loop does not change is
+already outside it. What authors see of this is in `tiles` and `library`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tilewright.tile.dtypes import DType, boolean, int64
+from tilewright.tile.errors import Line, TraceError, author_line
+from tilewright.tile.ir.tile_ir import EFFECTS, Dim, Node, Program, Region, Shape, ViewType
+
+AFTER = "belongs to a loop or `when` that has ended: carry it in a t.var"
+EARLIER = (
+    "was computed in an earlier iteration: a Python variable keeps the first one only. Carry it in a t.var, with "
+    ".get() and .set()"
+)
+
+
+class Recorder:
+    """The program under construction."""
+
+    def __init__(self, name: str, views: Mapping[str, ViewType], scalars: Mapping[str, DType]) -> None:
+        self.name, self.views, self.scalars = name, views, scalars
+        self.body = Region(None, "kernel")
+        self.region = self.body
+        self.nodes: list[Node] = []
+        self.known: dict[tuple[Any, ...], Node] = {}
+        self.broken: Line | None = None
+
+    def add(
+        self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType = int64, **attrs: Any
+    ) -> Node:
+        """A pure node, or the same one again."""
+        return self._make(op, args, attrs, shape, dtype, None)
+
+    def effect(
+        self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType = boolean, **attrs: Any
+    ) -> Node:
+        """An effect, at the end of the open region."""
+        made = self._make(op, args, attrs, shape, dtype, self.region)
+        self.region.effects.append(made)
+        return made
+
+    def _make(
+        self,
+        op: str,
+        args: tuple[Node, ...],
+        attrs: Mapping[str, Any],
+        shape: Shape,
+        dtype: DType,
+        region: Region | None,
+    ) -> Node:
+        limits = tuple(a.limit for a in shape if isinstance(a, Dim))
+        line: Line | None = None
+        home = self.body
+        for node in (*args, *limits):
+            if node.region.closed or not self.region.within(node.region):
+                line = line or author_line()
+                made = f" (it was made at {node.line})" if str(node.line) != str(line) else ""
+                raise TraceError(f"a value is used that {node.region.closed or AFTER}{made}", line)
+            if node.region.depth > home.depth:
+                home = node.region
+        key = (op, args, tuple(attrs.items()), shape, dtype)
+        if op not in EFFECTS and key in self.known:
+            return self.known[key]
+        node = Node(op, args, attrs, shape, dtype, region or home, line or author_line(), len(self.nodes))
+        self.nodes.append(node)
+        if op not in EFFECTS:
+            self.known[key] = node
+        return node
+
+    def const(self, value: float | int | bool, dtype: DType) -> Node:
+        """A scalar constant, rounded to the dtype."""
+        if dtype.floating:
+            with np.errstate(over="ignore"):
+                exact: float | int | bool = float(dtype.rounded(np.asarray(value, np.float32)).item())
+            return self.add("const", dtype=dtype, value=exact, sign=str(exact))  # -0.0 == 0.0, and is not the same
+        if dtype.integer:
+            low, high = dtype.bounds
+            if not low <= int(value) <= high:
+                raise TraceError(f"{value} does not fit {dtype}")
+            return self.add("const", dtype=dtype, value=int(value))
+        return self.add("const", dtype=dtype, value=bool(value))
+
+    @contextmanager
+    def inside(self, kind: str, **attrs: Any) -> Iterator[Region]:
+        """Record into a new region, which is closed at the end: its values may then not be used any more."""
+        region = Region(self.region, kind)
+        outer, self.region = self.region, region
+        try:
+            yield region
+        finally:
+            self.region = outer
+            region.closed = AFTER
+            self._forget(region)
+
+    def _forget(self, region: Region) -> None:
+        """No later trace may find nodes of a closed region again."""
+        self.known = {k: n for k, n in self.known.items() if not n.region.closed}
+
+    def loop(self, lo: Node, hi: Node, step: Node) -> Iterator[Node]:
+        """The index of a loop, twice: the first trace shows what would be carried by a Python variable."""
+        line = author_line()
+        for last in (False, True):
+            with self.inside("loop") as region:
+                index = self.effect("index", dtype=int64)
+                try:
+                    yield index
+                except GeneratorExit:
+                    self.broken = line
+                    raise
+            if not last:
+                region.closed = EARLIER
+        self.effect("loop", (lo, hi, step), index=index, body=region)
+
+    def finish(self, inplace: frozenset[frozenset[str]]) -> Program:
+        if self.broken is not None:
+            raise TraceError("`break` or `return` leaves a loop before its end; use t.when", self.broken)
+        return Program(self.name, self.views, self.scalars, self.body, self.nodes, inplace)

@@ -1,0 +1,1 @@
+"""Where the elements of a tile live: registers, lanes and warps of a GPU."""

@@ -1,0 +1,201 @@
+"""Layouts: linear maps over GF(2) from a place (register, lane, warp) to an element of a tile.
+
+Extents are powers of two, so places and coordinates are bit strings; bit i of the lane number contributes the column
+`lane[i]`, and contributions combine by XOR. `reshape` and `permute` relabel and cost nothing. What a conversion costs
+is in `convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.tile.errors import TileError
+
+Coordinate = tuple[int, ...]
+Axes = tuple[tuple[str, int], ...]
+
+
+class Span:
+    """The vectors that a set of columns reaches, as an echelon basis that remembers which columns made each vector."""
+
+    def __init__(self, columns: Iterable[int]) -> None:
+        self.basis: dict[int, tuple[int, int]] = {}
+        self.dependent: list[int] = []
+        """Sets of columns, as bit masks, that combine to nothing."""
+        for i, column in enumerate(columns):
+            rest, made_of = self.reduced(column, 1 << i)
+            if rest:
+                self.basis[rest.bit_length()] = rest, made_of
+            else:
+                self.dependent.append(made_of)
+
+    def reduced(self, vector: int, made_of: int = 0) -> tuple[int, int]:
+        """What is left of a vector, and the columns that were taken from it."""
+        while vector and (found := self.basis.get(vector.bit_length())):
+            vector, made_of = vector ^ found[0], made_of ^ found[1]
+        return vector, made_of
+
+    def __contains__(self, vector: int) -> bool:
+        return self.reduced(vector)[0] == 0
+
+    def solve(self, vector: int) -> int | None:
+        """Columns, as a bit mask, that combine to `vector`; None where none do."""
+        rest, made_of = self.reduced(vector)
+        return None if rest else made_of
+
+    @property
+    def rank(self) -> int:
+        return len(self.basis)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A map onto the elements of a tile, row-major flat. A column 0 is a copy. `axes` names extents, the last fastest.
+
+    Raises:
+        TileError: an extent that is no power of two, a column outside of the tile, an element without a place.
+    """
+
+    reg: tuple[int, ...]
+    lane: tuple[int, ...]
+    warp: tuple[int, ...]
+    axes: Axes
+
+    def __post_init__(self) -> None:
+        for name, extent in self.axes:
+            if extent < 1 or extent & (extent - 1):
+                raise TileError(f"axis {name} has extent {extent}; a layout needs a power of two")
+        if any(not 0 <= c < self.size for c in self.columns):
+            raise TileError(f"a column of {self.columns} lies outside of a tile of {self.size} elements")
+        if 1 << Span(self.columns).rank != self.size:
+            raise TileError("some elements of the tile have no place")
+
+    @property
+    def size(self) -> int:
+        return math.prod(extent for _, extent in self.axes)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return self.reg + self.lane + self.warp
+
+    def at(self, reg: int = 0, lane: int = 0, warp: int = 0) -> int:
+        """The flat element of a place."""
+        return combined(self.reg, reg) ^ combined(self.lane, lane) ^ combined(self.warp, warp)
+
+    def coordinate(self, flat: int) -> Coordinate:
+        return unflat(flat, self.extents)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(extent for _, extent in self.axes)
+
+    # Free -----------------------------------------------------------------------------------------------------------
+
+    def reshape(self, axes: Mapping[str, int]) -> Layout:
+        """The same places under other axes of as many elements."""
+        return Layout(self.reg, self.lane, self.warp, tuple(axes.items()))
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        """The same places, with the axes in another order."""
+        return self._on(order)
+
+    def reduce(self, axis: int) -> Layout:
+        """The layout of a reduction's result: what counted along the axis now counts copies."""
+        return self._on([i for i in range(len(self.axes)) if i != axis])
+
+    def _on(self, order: Sequence[int]) -> Layout:
+        axes = tuple(self.axes[i] for i in order)
+        extents = tuple(extent for _, extent in axes)
+
+        def moved(columns: tuple[int, ...]) -> tuple[int, ...]:
+            coordinates = (self.coordinate(c) for c in columns)
+            return tuple(flat(tuple(c[i] for i in order), extents) for c in coordinates)
+
+        return Layout(moved(self.reg), moved(self.lane), moved(self.warp), axes)
+
+    # Questions ------------------------------------------------------------------------------------------------------
+
+    def vector_run(self, axis: int) -> int:
+        """How many neighbours along an axis one thread holds in its first registers, in order and aligned."""
+        stride = math.prod(self.extents[axis + 1 :])
+        run = 1
+        for column in self.reg:
+            if column != run * stride or run * 2 > self.extents[axis]:
+                break
+            run *= 2
+        return run
+
+    def copies(self) -> list[int]:
+        """Sets of place bits (registers lowest, then lanes, then warps) that change the place and not the element. One
+        place of each coset is the owner, which stores."""
+        return Span(self.columns).dependent
+
+    def owns(self, reg: int, lane: int, warp: int) -> bool:
+        """Whether a place is the owner of its element: the least of its copies."""
+        place = reg | lane << len(self.reg) | warp << len(self.reg) + len(self.lane)
+        least = place
+        for mask in sorted(_echelon(self.copies()), reverse=True):
+            least = min(least, least ^ mask)
+        return least == place
+
+    def reduction_bits(self, axis: int) -> tuple[list[int], list[int], list[int]]:
+        """(registers, lanes, warps): bits to fold so that each element of the axis counts once, and no copy does.
+
+        Raises:
+            TileError: a bit moves along this axis and another at once; convert first.
+        """
+        kept: list[tuple[int, int, int]] = []
+        for place, columns in enumerate((self.reg, self.lane, self.warp)):
+            for i, column in enumerate(columns):
+                parts = self.coordinate(column)
+                if parts[axis] and any(p for k, p in enumerate(parts) if k != axis):
+                    raise TileError(f"a bit moves along axis {axis} and others at once: convert before reducing")
+                if parts[axis]:
+                    kept.append((place, i, parts[axis]))
+        chosen: tuple[list[int], list[int], list[int]] = ([], [], [])
+        known: list[int] = []
+        for place, i, step in kept:
+            if step not in Span(known):
+                known.append(step)
+                chosen[place].append(i)
+        return chosen
+
+
+def combined(columns: Sequence[int], number: int) -> int:
+    """The XOR of the columns whose bits are set."""
+    total = 0
+    for i, column in enumerate(columns):
+        total ^= column if number >> i & 1 else 0
+    return total
+
+
+def flat(coordinate: Coordinate, extents: Sequence[int]) -> int:
+    total = 0
+    for value, extent in zip(coordinate, extents, strict=True):
+        total = total * extent + value
+    return total
+
+
+def unflat(number: int, extents: Sequence[int]) -> Coordinate:
+    found = []
+    for extent in reversed(extents):
+        number, value = divmod(number, extent)
+        found.append(value)
+    return tuple(reversed(found))
+
+
+def _echelon(vectors: Iterable[int]) -> list[int]:
+    return [vector for vector, _ in Span(vectors).basis.values()]
+
+
+def blocked(axes: Mapping[str, int], vector: int, lanes: int, warps: int) -> Layout:
+    """The usual layout of a row-major tile: neighbours of the last axis in registers, then lanes, then warps, then more
+    registers. Lanes and warps beyond the tile hold copies."""
+    size = math.prod(axes.values())
+    counts = [vector.bit_length() - 1, lanes.bit_length() - 1, warps.bit_length() - 1]
+    steps = iter([1 << i for i in range(size.bit_length() - 1)])
+    reg, lane, warp = ([next(steps, 0) for _ in range(n)] for n in counts)
+    reg = [c for c in reg if c] + list(steps)
+    return Layout(tuple(reg), tuple(lane), tuple(warp), tuple(axes.items()))

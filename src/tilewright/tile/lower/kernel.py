@@ -1,0 +1,269 @@
+"""From a program to a thread's function: regions, loops, and the loop nest of each phase.
+
+A nest counts the outer axes one by one and the last axis in chunks of a vector; the last chunk, which is not full, is
+a copy of the body in which each access has a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tilewright.tile.dtypes import boolean, int64
+from tilewright.tile.errors import LowerError
+from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Store, Type
+from tilewright.tile.ir.thread_verify import verify
+from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape
+from tilewright.tile.lower.elementwise import ZERO, Block, Index, Place, Value
+from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
+from tilewright.tile.lower.reduce import UNROLL, Reductions
+from tilewright.tile.numbers import identity
+
+COUNT = Type(int64)
+
+
+def lower(program: Program, lanes: int) -> Function:
+    """The program as what one CPU thread does for one instance, in vectors of `lanes` float32."""
+    made = _Lowering(program, Plan(program), lanes)
+    made.region(program.body)
+    function = made.function
+    function.parameters = sorted(made.parameters.values(), key=lambda p: (p.kind != "pointer", p.kind == "builtin"))
+    function.read_only = frozenset(set(program.views) - program.written())
+    verify(function)
+    return function
+
+
+class _Lowering(Reductions):
+    # Regions --------------------------------------------------------------------------------------------------------
+
+    def region(self, region: Region) -> None:
+        for segment in self.plan.segments[region]:
+            for _, scalars, phases in phases_in_order(segment):
+                for item in scalars:
+                    self.scalar(item)
+                for phase in phases:
+                    self.phase = phase
+                    self.nest(phase)
+                    self.phase = None
+            if segment.control is not None:
+                self.control(segment.control)
+
+    def control(self, effect: Node) -> None:
+        depth, body = len(self.blocks) - 1, effect.attrs["body"]
+        if effect.op == "when":
+            condition = self.emit(effect.args[0])
+            with self.block() as made:
+                self.homes[body] = depth + 1
+                self.region(body)
+            self.put(depth, If(condition.operand, made.statements))
+            return
+        lo, hi, step = (self.emit(a).operand for a in effect.args)
+        var = self.fresh("k")
+        with self.block() as made:
+            self.homes[body] = depth + 1
+            made.known[(effect.attrs["index"], ())] = Value(var, COUNT, depth + 1)
+            self.region(body)
+        self.put(depth, For(var, lo, hi, step, made.statements))
+
+    @contextmanager
+    def block(self) -> Iterator[Block]:
+        self.blocks.append(Block())
+        try:
+            yield self.blocks[-1]
+        finally:
+            self.blocks.pop()
+
+    def scalar(self, item: Node) -> None:
+        """An effect without a loop."""
+        depth = len(self.blocks) - 1
+        place = (ZERO,) * len(item.shape)
+        type = Type(item.dtype)
+        if item.op == "load":
+            self.emit(item, place)
+        elif item.op == "store":
+            self.store(item, place)
+        elif item.op == "var":
+            name = self.results_by_key[("cell", item.id)] = self.fresh("cell")
+            self.put(depth, Declare(name, type, self.emit(item.args[0], place).operand))
+        elif item.op == "set":
+            self.put(depth, Assign(self.cell(item.attrs["var"]), type, self.emit(item.args[0], place).operand))
+        elif item.op == "get":
+            name = self.fresh()
+            self.put(depth, Let(name, type, "copy", (self.cell(item.attrs["var"]),)))
+            self.blocks[depth].known[(item, place)] = Value(name, type, depth)
+        else:
+            raise LowerError(f"{item.op} has no lowering for a CPU", item.line)
+
+    # Loop nests -----------------------------------------------------------------------------------------------------
+
+    def size(self, axis: Axis) -> Operand:
+        return self.emit(axis.limit).operand if isinstance(axis, Dim) else axis
+
+    def nest(self, phase: Phase) -> None:
+        """Everything that a phase does, over its space."""
+        space = phase.space
+        along = max(i for i, a in enumerate(space) if a != 1)
+        folding = [n for n in phase.items if folds(n)]
+        inner = [n for n in folding if n.attrs["axis"] == along]
+        for node in folding:
+            if not is_scalar(node.shape):
+                self.results[node] = self.array(self.fresh("r"), node.dtype, node.shape)
+            if node not in inner:
+                self.fill(node)
+        for item in phase.items:
+            if item.op == "var":
+                self.results_by_key[("cell", item.id)] = self.array(self.fresh("cell"), item.dtype, item.shape)
+        work = sorted([*phase.items, *phase.keep, *self._first_loads(phase)], key=lambda n: n.id)
+        unroll = UNROLL if inner else 1
+
+        def body(place: Place, register: Operand) -> None:
+            for item in dict.fromkeys(work):
+                self.item(item, place, register)
+
+        def around(place: Place, chunks: Callable[[], None]) -> None:
+            self.accumulators = {n: self.accumulator(n, unroll) for n in inner}
+            chunks()
+            for acc in list(self.accumulators.values()):
+                self.folded(acc, unroll, place)
+
+        self.loops(space, along, unroll, body, around)
+
+    def _first_loads(self, phase: Phase) -> list[Node]:
+        """Loads of what is also written: they keep their place among the effects."""
+        needed = {n for item in (*phase.items, *phase.keep) for n in (item, *cone(item)) if n.op in ("load", "get")}
+        mine = [n for n in needed if not is_scalar(n.shape) and not self.plan.waits(n, phase)]
+        return [n for n in mine if n.region is phase.segment.region and n in self._direct(phase)
+                and any(self.plan.conflict(n, s) for s in self.plan.stores)]  # fmt: skip
+
+    def _direct(self, phase: Phase) -> set[Node]:
+        """What a phase computes itself: not what lies behind tiles that wait."""
+        found: set[Node] = set()
+        waiting = [a for item in (*phase.items, *phase.keep) for a in item.args] + list(phase.keep)
+        while waiting:
+            node = waiting.pop()
+            if node in found or self.plan.waits(node, phase) or folds(node) or node.op == "reshape":
+                continue
+            found.add(node)
+            waiting.extend(node.args)
+        return found
+
+    def item(self, item: Node, place: Place, register: Operand) -> None:
+        """One effect, or one tile to keep, of a chunk."""
+        if item.op == "store":
+            self.store(item, self.place_of(item, place))
+        elif folds(item):
+            if item in self.accumulators:
+                self.accumulate(self.accumulators[item], place, register)
+            else:
+                self.across(item, place)
+        elif item.op in ("var", "set"):
+            key = item.id if item.op == "var" else item.attrs["var"]
+            value = self.emit(item.args[0], place)
+            self.keep(self.cell(key), value.type.dtype, self._cell_shape(key), value, place)
+        else:
+            value = self.emit(item, place)
+            if item in self.phase_keep():
+                self.keep(self.array_of(item), item.dtype, item.shape, value, self.place_of(item, place))
+
+    def phase_keep(self) -> list[Node]:
+        return [] if self.phase is None else self.phase.keep
+
+    def _cell_shape(self, var: int) -> Shape:
+        return self.program.nodes[var].shape
+
+    def fill(self, node: Node) -> None:
+        """Write the identity of a reduction along an outer axis to its scratch array."""
+        start, shape = identity(node.attrs["combine"], node.dtype), node.shape
+        if is_scalar(shape):
+            raise LowerError("a reduction along an axis that is not the last leaves one number", node.line)
+        along = max(i for i, a in enumerate(shape) if a != 1)
+
+        def body(place: Place, register: Operand) -> None:
+            index, _, lane = self.offset(shape, place)
+            type = Type(node.dtype, self.lanes if lane != 0 else 1)
+            self.put(len(self.blocks) - 1, Store(self.results[node], type, index, start))
+
+        self.loops(shape, along, 1, body, lambda place, chunks: chunks())
+
+    def loops(
+        self, space: Shape, along: int, unroll: int, body: Callable[[Place, Operand], None],
+        around: Callable[[Place, Callable[[], None]], None],
+    ) -> None:  # fmt: skip
+        """A nest over a space: the outer axes one by one, `along` in chunks. `around` wraps the loop over chunks."""
+        outer = [i for i, a in enumerate(space) if a != 1 and i != along]
+        place = [ZERO] * len(space)
+
+        def level(axes: list[int]) -> None:
+            if not axes:
+                around(tuple(place), lambda: self.chunks(space, along, unroll, place, body))
+                return
+            depth = len(self.blocks) - 1
+            var, size = self.fresh("o"), self.size(space[axes[0]])
+            with self.block() as made:
+                place[axes[0]] = Index(var, depth + 1)
+                level(axes[1:])
+            self.put(depth, For(var, 0, size, 1, made.statements))
+
+        level(outer)
+
+    def chunks(
+        self, space: Shape, along: int, unroll: int, place: list[Index], body: Callable[[Place, Operand], None]
+    ) -> None:
+        """The loop over one axis: full rounds of `unroll` vectors, then what is left."""
+        depth, width = len(self.blocks) - 1, self.lanes * unroll
+        size = self.size(space[along])
+        if isinstance(size, int):
+            full: Operand = size // width * width
+        else:
+            full = self.let(depth, COUNT, "and", size, -width, operands=COUNT)
+        if full != 0:
+            var = self.fresh("c")
+            with self.block() as made:
+                self._round(var, unroll, unroll, along, place, body, None)
+            self.put(depth, For(var, 0, full, width, made.statements))
+        if isinstance(size, int) and size == full:
+            return
+        rounds = unroll
+        if isinstance(size, int) and isinstance(full, int):
+            rounds = -(-(size - full) // self.lanes)
+        if unroll > 1:
+            self._round(full, unroll, rounds, along, place, body, size)
+            return
+        condition = self.let(depth, Type(boolean), "lt", full, size, operands=COUNT)
+        with self.block() as made:
+            self._chunk(full, 0, along, place, body, self.let(depth + 1, COUNT, "sub", size, full))
+        self.put(depth, If(condition, made.statements))
+
+    def _round(
+        self, start: Operand, unroll: int, rounds: int, along: int, place: list[Index],
+        body: Callable[[Place, Operand], None], size: Operand | None,
+    ) -> None:  # fmt: skip
+        """`rounds` vectors from `start` on; with a `size`, those that it leaves."""
+        if unroll == 1:
+            self._chunk(start, 0, along, place, body, None)
+            return
+        depth, register = len(self.blocks) - 1, self.fresh("q")
+        with self.block() as made:
+            step = self.let(depth + 1, COUNT, "mul", register, self.lanes)
+            at = self.let(depth + 1, COUNT, "add", start, step)
+            if size is None:
+                self._chunk(at, register, along, place, body, None)
+            else:
+                condition = self.let(depth + 1, Type(boolean), "lt", at, size, operands=COUNT)
+                with self.block() as last:
+                    left = self.let(depth + 2, COUNT, "sub", size, at)
+                    count = self.let(depth + 2, COUNT, "min", left, self.lanes)
+                    self._chunk(at, register, along, place, body, count)
+                made.statements.append(If(condition, last.statements))
+        self.put(depth, For(register, 0, rounds, 1, made.statements, unroll=True))
+
+    def _chunk(
+        self, at: Operand, register: Operand, along: int, place: list[Index],
+        body: Callable[[Place, Operand], None], tail: Operand | None,
+    ) -> None:  # fmt: skip
+        depth = len(self.blocks) - 1
+        place[along] = Index(at, depth, vector=True)
+        self.tail = tail
+        body(tuple(place), register)
+        self.tail = None
+        place[along] = ZERO

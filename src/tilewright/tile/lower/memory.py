@@ -1,0 +1,292 @@
+"""Memory: addresses, loads and stores of views and scratch.
+
+An address is a sum of scalars plus a multiple of the lane: a unit multiple makes one vector access, another a strided
+one, and what is no such sum a scattered one. Each term is emitted in the outermost block that knows it.
+"""
+
+from __future__ import annotations
+
+import math as integers
+from dataclasses import dataclass
+
+from tilewright.tile.dtypes import DType, boolean, int64
+from tilewright.tile.ir.thread_ir import Array, Load, Operand, Store, Type
+from tilewright.tile.ir.tile_ir import Node, Shape, static_size
+from tilewright.tile.lower.elementwise import Emitter, Place, Value
+from tilewright.tile.lower.phases import folds
+
+Term = tuple[Operand, int]
+"""A scalar and the block that knows it."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The sum of `terms`, plus `lane` for each lane."""
+
+    terms: tuple[Term, ...]
+    lane: Operand = 0
+
+
+class Memory(Emitter):
+    """An emitter that reads and writes."""
+
+    # Addresses ------------------------------------------------------------------------------------------------------
+
+    def affine(self, node: Node, place: Place) -> Affine | None:
+        """An index as a sum of scalars and a multiple of the lane; None where it is no such thing."""
+        mine = self.place_of(node, place)
+        if not any(i.vector for i in mine):
+            value = self.emit(node, place)
+            return Affine(((value.operand, value.depth),))
+        if node.op == "arange":
+            return Affine(((mine[0].base, mine[0].depth),), 1)
+        if node.op == "broadcast":
+            return self.affine(node.args[0], self.through(node, mine))
+        if node.op == "binary" and node.attrs["kind"] in ("add", "sub", "mul"):
+            left, right = (self.affine(a, mine) for a in node.args)
+            if left is None or right is None:
+                return None
+            if node.attrs["kind"] == "mul":
+                one, other = (left, right) if right.lane == 0 else (right, left)
+                return None if other.lane != 0 else self._scaled(one, self._sum(other.terms))
+            if node.attrs["kind"] == "sub":
+                right = self._scaled(right, (-1, 0))
+            if left.lane != 0 and right.lane != 0:
+                return None
+            return Affine((*left.terms, *right.terms), right.lane if left.lane == 0 else left.lane)
+        return None
+
+    def _scaled(self, x: Affine, by: Term) -> Affine:
+        if by[0] == 1:
+            return x
+        terms = tuple(self._times(t, by) for t in x.terms)
+        return Affine(terms, 0 if x.lane == 0 else self._times((x.lane, 0), by)[0])
+
+    def _times(self, a: Term, b: Term) -> Term:
+        if isinstance(a[0], int) and isinstance(b[0], int):
+            return a[0] * b[0], 0
+        if 1 in (a[0], b[0]):
+            return b if a[0] == 1 else a
+        depth = max(a[1], b[1])
+        return self.let(depth, Type(int64), "mul", a[0], b[0]), depth
+
+    def _sum(self, terms: tuple[Term, ...]) -> Term:
+        """One scalar: terms of outer blocks are added there."""
+        constant = sum(t[0] for t in terms if isinstance(t[0], int))
+        named = sorted((t for t in terms if isinstance(t[0], str)), key=lambda t: t[1])
+        if not named:
+            return constant, 0
+        total, depth = named[0]
+        if constant:
+            total = self.let(depth, Type(int64), "add", total, constant)
+        for operand, inner in named[1:]:
+            depth = inner
+            total = self.let(depth, Type(int64), "add", total, operand)
+        return total, depth
+
+    def _address(self, node: Node, place: Place) -> tuple[Affine | None, tuple[Node, ...]]:
+        """The element offset of an access to a view."""
+        name = node.attrs["view"]
+        view = self.program.views[name]
+        indices = node.args[: view.rank]
+        terms: list[Term] = []
+        lane: Operand = 0
+        for axis, index in enumerate(indices):
+            found = self.affine(index, place)
+            if found is None or (axis == 0 and view.levels > 1 and found.lane != 0):
+                return None, indices
+            part = self._leveled(name, view.levels, found) if axis == 0 and view.levels > 1 else found
+            if not (axis == 0 and view.levels > 1):
+                part = self._scaled(found, (self._stride(name, axis), 0))
+            if part.lane != 0 and lane != 0:
+                return None, indices
+            terms += part.terms
+            lane = part.lane if lane == 0 else lane
+        return Affine(tuple(terms), lane), indices
+
+    def _stride(self, name: str, axis: int) -> Operand:
+        view = self.program.views[name]
+        storage = axis + view.levels - 1
+        if axis == view.rank - 1 and view.unit and (axis > 0 or view.levels == 1):
+            return 1
+        return self.parameter(f"{name}_s{storage}", "stride", name, storage)
+
+    def _leveled(self, name: str, levels: int, row: Affine) -> Affine:
+        """The offset of a row whose axis is stored with several strides. A row is not negative: C's division does."""
+        total, depth = self._sum(row.terms)
+        terms: list[Term] = []
+        for axis in reversed(range(levels)):
+            stride = self.parameter(f"{name}_s{axis}", "stride", name, axis)
+            if axis:
+                extent = self.parameter(f"{name}_e{axis}", "extent", name, axis)
+                rest = self.let(depth, Type(int64), "rem", total, extent)
+                total = self.let(depth, Type(int64), "quot", total, extent)
+            else:
+                rest = str(total) if isinstance(total, str) else ""
+            terms.append(self._times((rest or total, depth), (stride, 0)))
+        return Affine(tuple(terms))
+
+    def _scattered(self, node: Node, indices: tuple[Node, ...], place: Place) -> tuple[Operand, int]:
+        """An offset for each lane."""
+        name, view = node.attrs["view"], self.program.views[node.attrs["view"]]
+        type = Type(int64, self.lanes)
+        total: Operand = 0
+        deepest = 0
+        for axis, index in enumerate(indices):
+            value = self.emit(index, place)
+            part, depth = self.as_vector(value), value.depth
+            steps: list[tuple[Operand, Operand]] = []
+            stride: Operand
+            if axis == 0 and view.levels > 1:
+                for level in reversed(range(view.levels)):
+                    stride = self.parameter(f"{name}_s{level}", "stride", name, level)
+                    rest = part
+                    if level:
+                        extent = Value(self.parameter(f"{name}_e{level}", "extent", name, level), Type(int64), 0)
+                        rest = self.let(depth, type, "rem", part, self.as_vector(extent))
+                        part = self.let(depth, type, "quot", part, self.as_vector(extent))
+                    steps.append((rest, stride))
+            else:
+                steps.append((part, self._stride(name, axis)))
+            deepest = max(deepest, depth)
+            for one, stride in steps:
+                by = self.as_vector(Value(stride, Type(int64), 0))
+                scaled = one if stride == 1 else self.let(deepest, type, "mul", one, by)
+                total = scaled if total == 0 else self.let(deepest, type, "add", total, scaled)
+        if not isinstance(total, str):
+            total = self.let(deepest, type, "splat", total, operands=Type(int64))
+        return total, deepest
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def read(self, node: Node, place: Place, depth: int) -> Value:
+        if self._waits(node):
+            return self._array(self.array_of(node), node, place, depth)
+        if folds(node):
+            result = self.results[node]
+            return result if isinstance(result, Value) else self._array(result, node, place, depth)
+        if node.op == "reshape":
+            return self._array(self.array_of(node.args[0]), node, place, depth)
+        if node.op == "get":
+            return self._array(self.cell(node.attrs["var"]), node, place, depth)
+        return self.load(node, place, depth)
+
+    def load(self, node: Node, place: Place, depth: int) -> Value:
+        """A load of a view, at a place."""
+        name, dtype = node.attrs["view"], node.dtype
+        view = self.program.views[name]
+        memory = self.parameter(f"p_{name}", "pointer", name, 0, view.dtype)
+        mask = self.emit(node.args[view.rank], place) if node.attrs["masked"] else None
+        address, indices = self._address(node, place)
+        vector = any(i.vector for i in place)
+        if address is None or (address.lane == 0 and mask is not None and mask.vector):
+            index, _ = self._scattered(node, indices, place)
+            return self._load(memory, dtype, index, depth, 1, mask, node, scattered=True)
+        index, _ = self._sum(address.terms)
+        if address.lane == 0:
+            vector = False
+        stride = address.lane if vector else 1
+        return self._load(memory, dtype, index, depth, stride, mask, node, vector=vector)
+
+    def _load(
+        self, memory: str, dtype: DType, index: Operand, depth: int, stride: Operand, mask: Value | None, node: Node,
+        *, scattered: bool = False, vector: bool = True,
+    ) -> Value:  # fmt: skip
+        type = Type(dtype, self.lanes if vector or scattered else 1)
+        other = node.attrs["other"]
+        count, test = self._limits(type, stride, scattered, mask)
+        name = self.fresh()
+        self.put(depth, Load(name, type, memory, index, stride, count, test, other, scattered, node.line))
+        return Value(name, type, depth)
+
+    def _limits(
+        self, type: Type, stride: Operand, scattered: bool, mask: Value | None
+    ) -> tuple[Operand | None, Operand | None]:
+        """(count, mask) of an access: contiguous ones of a last chunk have a count, others a mask."""
+        if type.lanes == 1:
+            return None, None if mask is None else mask.operand
+        if mask is None and stride == 1 and not scattered:
+            return self.tail, None
+        found = None if mask is None else self.as_vector(mask)
+        if self.tail is None:
+            return None, found
+        inner = len(self.blocks) - 1
+        below = self.let(inner, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
+        if found is None:
+            return None, below
+        both = Type(boolean, self.lanes)
+        return None, self.let(inner, both, "and", below, found, operands=both)
+
+    # Scratch --------------------------------------------------------------------------------------------------------
+
+    def array(self, name: str, dtype: DType, shape: Shape) -> str:
+        """A scratch array, with room for a whole chunk beyond its last row."""
+        elements = integers.prod(static_size(a) for a in shape) + 4 * self.lanes
+        self.function.arrays.append(Array(name, dtype, elements))
+        return name
+
+    def array_of(self, node: Node) -> str:
+        """The scratch array of a tile that waits."""
+        key = ("array", node)
+        if key not in self.results_by_key:
+            self.results_by_key[key] = self.array(self.fresh("s"), node.dtype, node.shape)
+        return self.results_by_key[key]
+
+    def cell(self, var: int) -> str:
+        return self.results_by_key[("cell", var)]
+
+    @property
+    def results_by_key(self) -> dict[tuple[str, object], str]:
+        found: dict[tuple[str, object], str] = self.__dict__.setdefault("_arrays", {})
+        return found
+
+    def offset(self, shape: Shape, place: Place) -> tuple[Operand, int, Operand]:
+        """(offset, block, stride of the lanes) in a dense array of this shape."""
+        terms: list[Term] = []
+        lane: Operand = 0
+        step = 1
+        for axis in reversed(range(len(shape))):
+            index = place[axis]
+            terms.append(self._times((index.base, index.depth), (step, 0)))
+            lane = step if index.vector else lane
+            step *= static_size(shape[axis])
+        total, depth = self._sum(tuple(terms))
+        return total, depth, lane
+
+    def _array(self, name: str, node: Node, place: Place, depth: int) -> Value:
+        index, _, lane = self.offset(node.shape, place)
+        made = self.fresh()
+        type = Type(node.dtype, self.lanes if lane != 0 else 1)
+        self.put(depth, Load(made, type, name, index, 1 if lane == 0 else lane))
+        return Value(made, type, depth)
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def store(self, node: Node, place: Place) -> None:
+        """A store to a view, in the innermost block."""
+        name = node.attrs["view"]
+        view = self.program.views[name]
+        value = self.emit(node.args[-1], place)
+        mask = self.emit(node.args[view.rank], place) if node.attrs["masked"] else None
+        memory = self.parameter(f"p_{name}", "pointer", name, 0, view.dtype)
+        address, indices = self._address(node, place)
+        inner = len(self.blocks) - 1
+        vector = any(i.vector for i in place)
+        if address is None or (vector and address.lane == 0):
+            index, _ = self._scattered(node, indices, place)
+            stride: Operand = 1
+        else:
+            index, _ = self._sum(address.terms)
+            stride = address.lane if vector else 1
+        scattered = vector and (address is None or address.lane == 0)
+        type = Type(view.dtype, self.lanes if vector else 1)
+        count, test = self._limits(type, stride, scattered, mask)
+        operand = self.as_vector(value) if vector else value.operand
+        self.put(inner, Store(memory, type, index, operand, stride, count, test, scattered, node.line))
+
+    def keep(self, name: str, dtype: DType, shape: Shape, value: Value, place: Place) -> None:
+        """Write a value to a scratch array."""
+        index, _, lane = self.offset(shape, place)
+        type = Type(dtype, self.lanes if lane != 0 else 1)
+        operand = self.as_vector(value) if lane != 0 else value.operand
+        self.put(len(self.blocks) - 1, Store(name, type, index, operand, 1 if lane == 0 else lane))

@@ -1,0 +1,327 @@
+"""Phases: which effects of a region share a loop, and where a tile waits that a later loop needs again.
+
+A reduction ends a phase. Effects of one level and one shape become one loop nest; the level of an effect is the number
+of reductions (and of memory conflicts) that it must come after. A tile that a later phase needs is recomputed where
+that is cheap, else it waits in a scratch array. Statements are made elsewhere: this only decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tilewright.tile import dtypes
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, Shape
+
+CHEAP = 3
+"""Recompute a tile that costs at most this many operations: a load, a widening and one more."""
+COSTS = {"exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "rint": 6, "div": 5, "floordiv": 20, "mod": 20}
+
+
+@dataclass(eq=False)
+class Phase:
+    """One loop nest over `space`. `keep`: tiles that it also writes to scratch."""
+
+    segment: Segment
+    level: int
+    space: Shape
+    items: list[Node] = field(default_factory=list)
+    keep: list[Node] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Segment:
+    """Effects of a region up to the next loop or `when`, which is `control`."""
+
+    region: Region
+    number: int
+    items: list[Node] = field(default_factory=list)
+    control: Node | None = None
+    levels: dict[Node, int] = field(default_factory=dict)
+    scalars: dict[int, list[Node]] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
+
+    def phase(self, level: int, space: Shape) -> Phase:
+        """The loop nest of this level and shape, made where there is none."""
+        for phase in self.phases:
+            if phase.level == level and phase.space == space:
+                return phase
+        made = Phase(self, level, space)
+        self.phases.append(made)
+        return made
+
+
+def is_scalar(shape: Shape) -> bool:
+    """Whether a value of this shape is one number."""
+    return all(a == 1 for a in shape)
+
+
+def folds(node: Node) -> bool:
+    """Whether a node is a reduction with something to reduce: it then ends a phase."""
+    return node.op == "reduce" and node.args[0].shape[node.attrs["axis"]] != 1
+
+
+class Plan:
+    """The phases of a program: `segments` by region, in order, and `scratch`, the tiles that wait."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.segments: dict[Region, list[Segment]] = {}
+        self.scratch: dict[Node, Phase] = {}
+        self.home: dict[Node, Phase] = {}
+        self.stores = [e for e in program.effects() if e.op in ("store", "set")]
+        self.place: dict[Node, Segment] = {}
+        self.reduces = _reduces(program)
+        self._region(program.body)
+
+    # Levels ---------------------------------------------------------------------------------------------------------
+
+    def _region(self, region: Region) -> None:
+        segments = self.segments[region] = [Segment(region, 0)]
+        mine = sorted([*region.effects, *self.reduces.get(region, ())], key=lambda n: n.id)
+        for item in mine:
+            if item.op in ("loop", "when"):
+                segments[-1].control = item
+                segments.append(Segment(region, len(segments)))
+            elif item.op not in ("index", "check"):
+                segments[-1].items.append(item)
+                self.place[item] = segments[-1]
+        for segment in segments:
+            self._levels(segment)
+        for segment in segments:
+            self._uses(segment)
+            if segment.control is not None:
+                self._region(segment.control.attrs["body"])
+
+    def _levels(self, segment: Segment) -> None:
+        for item in segment.items:
+            level = 0
+            for node in cone(item):
+                if self.place.get(node) is segment and node is not item:
+                    level = max(level, segment.levels[node] + folds(node))
+                elif node.op == "reshape":  # what is regrouped waits in scratch first
+                    level = max(level, 1 + self._level_of(node.args[0], segment))
+            if item.op in ("load", "store", "get", "set"):
+                for earlier in segment.items:
+                    if earlier is item:
+                        break
+                    if self.conflict(earlier, item):
+                        level = max(level, segment.levels[earlier] + (not self.pointwise(earlier, item)))
+            segment.levels[item] = level
+            if is_scalar(item.shape) and not folds(item):
+                segment.scalars.setdefault(level, []).append(item)
+            elif item.op == "reduce":
+                segment.phase(level, item.args[0].shape).items.append(item)
+            elif item.op in ("store", "set", "var"):
+                segment.phase(level, item.shape).items.append(item)
+
+    def _level_of(self, node: Node, segment: Segment) -> int:
+        levels = [segment.levels[n] + folds(n) for n in (node, *cone(node)) if n in segment.levels]
+        return max(levels, default=0)
+
+    # Conflicts ------------------------------------------------------------------------------------------------------
+
+    def conflict(self, a: Node, b: Node) -> bool:
+        """Whether two effects may touch the same memory and one writes."""
+        if {a.op, b.op} <= {"load", "store"}:
+            return "store" in (a.op, b.op) and self.program.may_meet(a.attrs["view"], b.attrs["view"])
+        kinds = {"get": "cell", "set": "cell", "var": "cell"}
+        if kinds.get(a.op) and kinds.get(b.op):
+            return (a.op, b.op) != ("get", "get") and _cell(a) == _cell(b)
+        return False
+
+    def pointwise(self, a: Node, b: Node) -> bool:
+        """Whether each element of one meets only the same element of the other, so that one loop may hold both."""
+        if is_scalar(a.shape) and is_scalar(b.shape):
+            return True
+        if a.shape != b.shape:
+            return False
+        if a.op in ("get", "set", "var"):
+            return True
+        rank = self.program.views[a.attrs["view"]].rank
+        return a.args[:rank] == b.args[:rank] and injective(a.args[:rank], a.shape)
+
+    def recomputable(self, load: Node, phase: Phase) -> bool:
+        """Whether a load may be repeated in a phase: nobody writes there between its place and that phase."""
+        home = self.place[load]
+        for store in self.stores:
+            if not self.conflict(load, store) or (store.id < load.id and store.region is home.region):
+                continue
+            if phase.segment is not home:
+                return False
+            if self.place[store] is home and phase.level > home.levels[store] - (not self.pointwise(load, store)):
+                return False
+        return True
+
+    def before(self, first: Phase, later: Phase) -> bool:
+        """Whether what `first` left in scratch is there whenever `later` runs."""
+        mine, other = first.segment, later.segment
+        if mine is other:
+            order = [id(p) for p in mine.phases]
+            return (first.level, order.index(id(first))) < (later.level, order.index(id(later)))
+        return other.region.within(mine.region)  # phases are decided in program order
+
+    def waits(self, node: Node, phase: Phase) -> bool:
+        """Whether a phase reads this tile from scratch."""
+        return node in self.scratch and self.scratch[node] is not phase and self.before(self.scratch[node], phase)
+
+    # Scratch --------------------------------------------------------------------------------------------------------
+
+    def _uses(self, segment: Segment) -> None:
+        # Phases may gain members while we look: what is regrouped is kept at a level of its own.
+        for phase in sorted(segment.phases, key=lambda p: p.level):
+            for item in phase.items:
+                for arg in item.args:
+                    self._use(arg, phase)
+
+    def _use(self, root: Node, phase: Phase) -> None:
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if is_scalar(node.shape) or folds(node) or node.op == "arange" or self.waits(node, phase):
+                continue
+            if node.op == "reshape":
+                self._keep(node.args[0], self._first(node.args[0], phase))
+                continue
+            first = self.home.get(node)
+            if first is None or (first is not phase and not self.before(first, phase)):
+                if node.op in ("load", "get") and not self.recomputable(node, phase):
+                    self._keep(node, self.place[node].phase(self.place[node].levels[node], node.shape))
+                    continue
+                self.home[node] = phase
+            elif first is not phase and not self._cheap(node, phase):
+                narrow = node.op == "cast" and node.args[0].dtype.itemsize < node.dtype.itemsize
+                self._keep(node.args[0] if narrow else node, first)
+                continue
+            waiting.extend(node.args)
+
+    def _first(self, node: Node, phase: Phase) -> Phase:
+        """The phase that computes what is regrouped: one level before it is needed."""
+        if node in self.home and self.home[node].space == node.shape:
+            return self.home[node]
+        level = self._level_of(node, phase.segment)
+        made = phase.segment.phase(level, node.shape)
+        self._use(node, made)
+        return made
+
+    def _keep(self, node: Node, phase: Phase) -> None:
+        if self.scratch.get(node) is not phase and (
+            node not in self.scratch or not self.before(self.scratch[node], phase)
+        ):
+            self.scratch[node] = phase
+            phase.keep.append(node)
+            self.home[node] = phase
+            for arg in node.args if node.op != "load" else ():
+                self._use(arg, phase)
+
+    def _cheap(self, node: Node, phase: Phase) -> bool:
+        cost, seen = 0, set()
+        waiting = [node]
+        while waiting:
+            top = waiting.pop()
+            if top in seen or is_scalar(top.shape) or top.op == "arange":
+                continue
+            seen.add(top)
+            if self.waits(top, phase):
+                cost += 1
+                continue
+            if top.op == "broadcast":
+                waiting.extend(top.args)
+                continue
+            if folds(top) or top.op == "reshape":
+                cost += 1
+                continue
+            if top.op in ("load", "get") and not self.recomputable(top, phase):
+                return False
+            cost += cost_of(top)
+            if cost > CHEAP:
+                return False
+            waiting.extend(top.args if top.op not in ("load", "get") else ())
+        return True
+
+
+def cost_of(node: Node) -> int:
+    """What one element costs, in simple operations."""
+    if node.op == "random":
+        return 100
+    if node.op == "cast":
+        return 8 if dtypes.float8_e4m3fn in (node.dtype, node.args[0].dtype) else 1
+    cost = COSTS.get(node.attrs.get("kind", ""), 1)
+    return cost * 2 if node.dtype.itemsize == 8 and node.op == "binary" else cost
+
+
+def cone(root: Node) -> Iterator[Node]:
+    """The nodes that an item depends on, up to loads, reductions and cells, which it includes."""
+    seen: set[Node] = set()
+    waiting = [*root.args, *_limits(root)]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if node.op not in ("load", "get", "index") and not folds(node):
+            waiting.extend(node.args)
+            waiting.extend(_limits(node))
+
+
+def _limits(node: Node) -> Iterable[Node]:
+    return (a.limit for a in node.shape if isinstance(a, Dim))
+
+
+def _cell(node: Node) -> int:
+    return node.id if node.op == "var" else int(node.attrs["var"])
+
+
+def _reduces(program: Program) -> dict[Region, list[Node]]:
+    """Every reduction that an effect needs, by the region that it belongs to."""
+    found: dict[Region, list[Node]] = {}
+    seen: set[Node] = set()
+    for effect in program.effects():
+        waiting: list[Node] = [effect]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if folds(node):
+                found.setdefault(node.region, []).append(node)
+            waiting.extend(node.args)
+            waiting.extend(_limits(node))
+    return found
+
+
+def injective(index: tuple[Node, ...], shape: Shape) -> bool:
+    """Whether different elements of a shape have different places: each axis counts along one index of its own."""
+    free = [i for i, a in enumerate(shape) if a != 1]
+    counted = {axis for node in index if (axis := _counts(node, len(shape))) is not None}
+    return set(free) <= counted
+
+
+def _counts(node: Node, rank: int) -> int | None:
+    """The axis of a shape of `rank` along which an index is a count plus something that does not vary."""
+    if node.op == "arange":
+        return rank - 1
+    if node.op == "broadcast":
+        inner = _counts(node.args[0], len(node.args[0].shape))
+        if inner is None or inner not in node.attrs["axes"]:
+            return None
+        return int(rank - len(node.shape) + node.attrs["axes"].index(inner))
+    if node.op == "binary" and node.attrs["kind"] in ("add", "sub"):
+        left, right = node.args
+        if is_scalar(right.shape):
+            return _counts(left, rank)
+        if is_scalar(left.shape):
+            return _counts(right, rank)
+    return None
+
+
+def phases_in_order(segment: Segment) -> Iterator[tuple[int, list[Node], list[Phase]]]:
+    """(level, scalar effects, loop nests) of a segment."""
+    levels = sorted({*segment.scalars, *(p.level for p in segment.phases)})
+    by_level = {
+        k: list(g) for k, g in itertools.groupby(sorted(segment.phases, key=lambda p: p.level), lambda p: p.level)
+    }
+    for level in levels:
+        yield level, segment.scalars.get(level, []), by_level.get(level, [])

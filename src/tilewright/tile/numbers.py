@@ -1,0 +1,205 @@
+"""Element operations in numpy, each rounded as the language says: the interpreter computes with it.
+
+float32 arithmetic of numpy is IEEE and contracts nothing; what numpy lacks (fma, casts that saturate) is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tilewright.tile.dtypes import Array, DType
+
+F32, I32 = np.float32, np.int32
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding. In float64 the product is exact, and the sum is rounded to odd before float32: a
+    plain float64 sum would be rounded twice."""
+    with np.errstate(all="ignore"):
+        product = np.multiply(a, b, dtype=np.float64)
+        addend = np.asarray(c, np.float64)
+        total = np.asarray(product + addend)
+        rest = total - product
+        error = (product - (total - rest)) + (addend - rest)
+        finite = np.isfinite(total) & np.isfinite(error) & (error != 0)
+        bits = total.view(np.int64)
+        away = np.where((error > 0) == (total > 0), bits + 1, bits - 1).view(np.float64)
+        odd = np.where(finite & (bits & 1 == 0), away, total)
+        return odd.astype(F32)
+
+
+def maximum(a: Array, b: Array, nan: str = "propagate") -> Array:
+    """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
+    found = np.where(a > b, a, b)
+    if a.dtype.kind != "f":
+        return found
+    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+
+
+def minimum(a: Array, b: Array, nan: str = "propagate") -> Array:
+    found = np.where(a < b, a, b)
+    if a.dtype.kind != "f":
+        return found
+    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+
+
+def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> Array:
+    """A value of `source` as one of `target`."""
+    if target.floating:
+        if saturate and target.largest:
+            x = np.where(np.isnan(x), x, np.clip(x, -target.largest, target.largest))
+        return target.rounded(x.astype(F32))
+    if source.floating:
+        low, high = target.bounds
+        whole = np.rint(x) if round == "nearest_even" else np.trunc(x)
+        safe = np.where(np.isnan(whole), 0.0, whole).astype(np.float64)
+        clipped = np.clip(safe, low, high)
+        made = np.where(clipped >= 2.0**63, 0.0, clipped).astype(np.int64)  # 2^63 itself is no int64
+        return np.where(clipped >= 2.0**63, np.int64(high), made).astype(target.storage)
+    if saturate and target.integer:
+        x = np.clip(x, *target.bounds)
+    with np.errstate(over="ignore"):
+        return x.astype(target.storage)
+
+
+def _shift(a: Array, b: Array, left: bool) -> Array:
+    return np.left_shift(a, b) if left else np.right_shift(a, b)
+
+
+def _mulhi(a: Array, b: Array) -> Array:
+    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
+
+
+BINARY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "floordiv": np.floor_divide,
+    "mod": np.mod,
+    "max": maximum,
+    "min": minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "shl": lambda a, b: _shift(a, b, True),
+    "shr": lambda a, b: _shift(a, b, False),
+    "mulhi": _mulhi,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": maximum,
+    "min": minimum,
+    "and": np.logical_and,
+    "or": np.logical_or,
+}
+
+
+def identity(combine: str, dtype: DType) -> Any:
+    """What changes nothing when it is folded in."""
+    if combine in ("max", "min"):
+        low, high = (-math.inf, math.inf) if dtype.floating else dtype.bounds
+        return low if combine == "max" else high
+    value = {"sum": 0, "prod": 1, "and": True, "or": False}[combine]
+    return float(value) if dtype.floating else value
+
+
+class NumpyBuilder:
+    """`lower.math.Builder` over arrays."""
+
+    def real(self, value: float) -> Array:
+        return np.asarray(value, F32)
+
+    def whole(self, value: int) -> Array:
+        return np.asarray(value, I32)
+
+    def add(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.add(a, b))
+
+    def sub(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.subtract(a, b))
+
+    def mul(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.multiply(a, b))
+
+    def fma(self, a: Array, b: Array, c: Array) -> Array:
+        return fma(a, b, c)
+
+    def less(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.less(a, b))
+
+    def least(self, a: Array, b: Array) -> Array:
+        return np.where(np.less(a, b), a, b)
+
+    def greatest(self, a: Array, b: Array) -> Array:
+        return np.where(np.greater(a, b), a, b)
+
+    def ldexp(self, a: Array, n: Array) -> Array:
+        """In two steps, of which the first is exact."""
+        whole = np.where(np.isnan(n), 0.0, n).astype(I32)
+        half = whole >> 1
+        first, second = (
+            (k + 127 << 23).astype(I32).view(F32) for k in (np.atleast_1d(half), np.atleast_1d(whole - half))
+        )
+        return np.asarray(np.multiply(np.multiply(a, first.reshape(n.shape)), second.reshape(n.shape)))
+
+    def equal(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.equal(a, b))
+
+    def select(self, condition: Array, a: Array, b: Array) -> Array:
+        return np.where(condition, a, b)
+
+    def bits(self, a: Array) -> Array:
+        return np.asarray(a, F32).view(I32)
+
+    def from_bits(self, a: Array) -> Array:
+        return np.asarray(a, I32).view(F32)
+
+    def iadd(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.add(a, b))
+
+    def isub(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.subtract(a, b))
+
+    def iand(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.bitwise_and(a, b))
+
+    def ior(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.bitwise_or(a, b))
+
+    def shl(self, a: Array, by: int) -> Array:
+        return np.asarray(np.left_shift(a, I32(by)))
+
+    def shr(self, a: Array, by: int) -> Array:
+        return np.asarray(np.right_shift(a, I32(by)))
+
+
+def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:
+    """Philox4x32-10 (Salmon et al., 2011): word `word` of the block with key `seed`, counter (counter, row)."""
+    shape = np.broadcast_shapes(seed.shape, counter.shape, row.shape, word.shape)
+    low = np.uint64(0xFFFFFFFF)
+    c, r, k = (np.broadcast_to(v, shape).astype(np.uint64) for v in (counter, row, seed))
+    x = [c & low, c >> np.uint64(32), r & low, r >> np.uint64(32)]
+    key = [k & low, k >> np.uint64(32)]
+    for _ in range(10):
+        first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        x = [
+            (second >> np.uint64(32)) ^ x[1] ^ key[0],
+            second & low,
+            (first >> np.uint64(32)) ^ x[3] ^ key[1],
+            first & low,
+        ]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
+    chosen = np.choose(np.broadcast_to(word, shape), x)
+    return np.asarray(chosen).astype(np.uint32)

@@ -1,0 +1,189 @@
+"""Random L0 programs with inputs, for comparing the interpreter with compiled code.
+
+Each is a kernel over the same arguments, made from a seed: rows of run-time width, tiles of one and two axes, every
+element type, masks, reductions, cells in loops, effects under `when`, and memory that is written and read again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewright.tile import dtypes
+from tilewright.tile.dtypes import Array, DType
+from tilewright.tile.ir.tile_ir import Most, Program, ViewType
+from tilewright.tile.lang.kernel import kernel
+
+ROWS = 3
+MOST = 256
+STORAGE = (dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.float8_e4m3fn, dtypes.int8, dtypes.int32)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A program, its arguments as the interpreter takes them, the grid, and the views that it writes first."""
+
+    program: Program
+    arguments: dict[str, Any]
+    grid: tuple[int, int, int]
+    outputs: tuple[str, ...]
+    types: dict[str, DType]
+
+
+def sample(seed: int, size: int = 12) -> Sample:
+    """The program of a seed. `size`: about how many operations it has."""
+    chance = random.Random(seed)
+    width = chance.choice((1, 2, 7, 16, 31, 64, 100, 129, 200))
+    types = {"x": dtypes.float32, "w": chance.choice(STORAGE), "y": chance.choice(STORAGE), "z": dtypes.float32,
+             "counts": dtypes.int32}  # fmt: skip
+    bounded = chance.random() < 0.7
+    sizes = (None, Most(MOST) if bounded else width)
+    views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
+    made = kernel(_body(random.Random(seed + 1), size), static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
+    program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
+    numbers = np.random.default_rng(seed)
+    arguments: dict[str, Any] = {
+        name: _array(numbers, dtype, (ROWS, width) if name != "counts" else (ROWS,), views[name].unit)
+        for name, dtype in types.items()
+    }
+    arguments |= {"a": float(np.float32(numbers.normal())), "k": int(numbers.integers(0, 5))}
+    return Sample(program, arguments, (ROWS, 1, 1), ("y",), types)
+
+
+def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], unit: bool) -> Array:
+    """Values of every kind, in an array whose last axis may be strided."""
+    values = (numbers.normal(size=shape) * 10.0 ** numbers.integers(-2, 3, size=shape)).astype(np.float32)
+    special = numbers.random(shape)
+    if dtype.floating:
+        for level, value in ((0.02, np.nan), (0.04, np.inf), (0.06, -np.inf), (0.1, 0.0), (0.12, 1e-40)):
+            values = np.where((special < level) & (special > level - 0.02), np.float32(value), values)
+        raw = dtype.encode(values)
+    else:
+        raw = np.clip(np.rint(np.nan_to_num(values)), -100, 100).astype(dtype.storage)
+        raw = np.abs(raw) % 5 if len(shape) == 1 else raw
+    if unit:
+        return np.ascontiguousarray(raw)
+    wide = np.zeros((*shape[:-1], 2 * shape[-1]), raw.dtype)
+    wide[..., ::2] = raw
+    return wide[..., ::2]
+
+
+def _body(chance: random.Random, size: int) -> Callable[..., None]:
+    def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
+        _Maker(random.Random(chance.random()), t, (x, w, y, z, counts), a, k, size).run()
+
+    return body
+
+
+class _Maker:
+    """Grows a pool of values and records effects on them."""
+
+    def __init__(self, chance: random.Random, t: Any, views: Any, a: Any, k: Any, size: int) -> None:
+        self.chance, self.t, self.size = chance, t, size
+        self.x, self.w, self.y, self.z, self.counts = views
+        self.k = k
+        self.row = t.program_id(0)
+        self.col = t.arange(self.x.shape[1])
+        self.at = (self.row, self.col)
+        self.pool: list[Any] = [a, t.load(self.x[self.at])]
+
+    def run(self) -> None:
+        t, chance = self.t, self.chance
+        self.pool.append(self.wide(t.load(self.w[self.at])))
+        if chance.random() < 0.4:
+            self.pool.append(t.load(self.x[self.at], mask=self.col < self.k + 3, other=chance.choice((0, 2.5, -1))))
+        steps = [self.arithmetic] * 8 + [self.fold] * 3 + [self.loop, self.conditional, self.memory, self.square] * 1
+        for _ in range(self.size):
+            chance.choice(steps)()
+        t.store(self.y[self.at], self.narrow(self.pick(), self.y.dtype))
+        if chance.random() < 0.5:
+            t.store(self.z[self.at], self.pick() + 0.0, mask=self.pick() > 0.0)
+
+    def pick(self) -> Any:
+        return self.chance.choice(self.pool[-8:])
+
+    def wide(self, v: Any) -> Any:
+        return v.f32()
+
+    def narrow(self, v: Any, dtype: DType) -> Any:
+        if dtype.integer:
+            return v.to(dtype, round=self.chance.choice(("nearest_even", "toward_zero")), saturate=True)
+        return v.to(dtype, saturate=dtype == dtypes.float8_e4m3fn or self.chance.random() < 0.3)
+
+    def arithmetic(self) -> None:
+        t, a, b = self.t, self.pick(), self.pick()
+        made: Callable[[], Any] = self.chance.choice((
+            lambda: a + b, lambda: a - b, lambda: a * b, lambda: a / b,
+            lambda: t.maximum(a, b), lambda: t.minimum(a, b),
+            lambda: t.maximum(a, b, nan="ignore"), lambda: t.where(a < b, a, b * 0.5), lambda: t.fma(a, b, 0.25),
+            lambda: t.exp(a), lambda: t.exp2(b), lambda: t.log(t.abs(a)), lambda: t.sqrt(t.abs(a)), lambda: t.rint(a),
+            lambda: t.rsqrt(t.abs(b) + 1.0), lambda: -a, lambda: self.narrow(a, self.chance.choice(STORAGE)).f32(),
+            lambda: t.where((a == a) & (b != 0.0), 1.0, -0.0), lambda: self.integers(a),
+            lambda: (self.col // 3 + self.row).f32() * a, lambda: ((self.col - 5) % 7).f32(),
+        ))  # fmt: skip
+        self.pool.append(made())
+
+    def integers(self, a: Any) -> Any:
+        t = self.t
+        i = a.to(dtypes.int32, round="toward_zero", saturate=True)
+        u = (i.bits(dtypes.uint32) >> 3) ^ 0x55
+        j = t.maximum(i & 0xFF, (i << 2) | 1) + t.abs(i % 100 + 1) // 7
+        return (j.f32() + (u & 0xFFFF).f32()) * 0.001
+
+    def fold(self) -> None:
+        v = self.pick()
+        combine = self.chance.choice(("sum", "max", "min", "prod"))
+        if v.shape:
+            self.pool.append(self.t.reduce(v, combine))
+        if self.chance.random() < 0.2 and v.shape:
+            self.pool.append(self.t.where(self.t.reduce(v > 0.5, self.chance.choice(("and", "or"))), v, 0.5))
+
+    def loop(self) -> None:
+        t, v = self.t, self.pick()
+        total = t.var(v * 0.5)
+        for i in t.range(self.k):
+            new = total.get() * 0.75 + (i.f32() + (v if self.chance.random() < 2 else 0))
+            if new.shape == total.node.shape:
+                total.set(t.minimum(new, 1e6, nan="ignore"))
+            if v.shape and len(v.shape) == 1:
+                total.set(total.get() + t.sum(v) * 0.125)
+        self.pool.append(total.get())
+
+    def conditional(self) -> None:
+        t, v = self.t, self.pick()
+        cell = t.var(v)
+        scale = self.pick()
+        with t.when(t.load(self.counts[self.row]) > 2):
+            if not scale.shape:
+                cell.set(cell.get() * scale)
+            else:
+                cell.set(cell.get() - 1.0)
+        self.pool.append(cell.get())
+
+    def memory(self) -> None:
+        t = self.t
+        t.store(self.z[self.at], self.pick() + 0.0)
+        if self.chance.random() < 0.5:
+            self.pool.append(t.load(self.z[self.at]))
+        else:  # in another order: what was stored must be there
+            self.pool.append(t.load(self.z[self.row, self.x.shape[1] - 1 - self.col]))
+
+    def square(self) -> None:
+        """Two axes: a table of 5 x 24, folded along one of them."""
+        t = self.t
+        i, j = t.arange(5)[:, None], t.arange(24)[None, :]
+        v = (i * 24 + j).f32() * 0.01 + self.t.load(self.x[self.row, 0])
+        axis = self.chance.choice((0, 1))
+        keep = self.chance.random() < 0.5
+        f = t.reduce(v, self.chance.choice(("sum", "max")), axis=axis, keep=keep)
+        if keep:
+            g = t.max(t.max(v * f, axis=1))
+        else:
+            g = t.sum(f * 0.5)
+        if self.chance.random() < 0.5:
+            g = g + t.sum(t.max(v.reshape(12, 10), axis=1))
+        self.pool.append(g)

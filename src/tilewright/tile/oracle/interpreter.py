@@ -1,0 +1,279 @@
+"""The meaning of L0: a program run in numpy, instance by instance, each effect in turn.
+
+It is slow and plain on purpose. It refuses what compiled code would do silently: an access beyond a tensor, and a read
+of output memory that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewright.tile import dtypes, numbers
+from tilewright.tile.dtypes import Array
+from tilewright.tile.errors import RunError
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
+from tilewright.tile.lower import math
+
+
+@dataclass(frozen=True)
+class Order:
+    """In what order a target folds an axis: element i into accumulator i % (lanes * unroll), then the accumulators by
+    halves, then the lanes by halves. (1, 1) is one after the other."""
+
+    lanes: int = 1
+    unroll: int = 1
+
+
+def run(
+    program: Program,
+    arguments: Mapping[str, Any],
+    grid: tuple[int, ...],
+    *,
+    outputs: tuple[str, ...] = (),
+    order: Order = Order(),
+    exact: bool = False,
+) -> None:
+    """Run every instance.
+
+    Args:
+        arguments: by name; a view as a numpy array of the dtype's storage, whose leading axes are the `levels` of the
+            view's first one; scalars as numbers. Views are written in place.
+        outputs: views whose memory nobody has written yet. They are poisoned.
+        order: of reductions.
+        exact: compute float32 in float64; casts to narrower types and what is stored are still rounded. What then
+            differs from a plain run is what the algorithm makes of float32, apart from its own rounding points.
+
+    Raises:
+        RunError: an access outside a tensor, a read of what was not written, a failed `check`.
+    """
+    machine = _Machine(program, arguments, grid, outputs, order, np.float64 if exact else np.float32)
+    with np.errstate(all="ignore"):
+        for place in itertools.product(*(range(n) for n in machine.grid)):
+            machine.instance(place)
+
+
+class _Machine:
+    def __init__(
+        self, program: Program, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
+        order: Order,
+        real: Any,
+    ) -> None:  # fmt: skip
+        self.program, self.arguments, self.order, self.real = program, arguments, order, real
+        self.grid = (*grid, 1, 1, 1)[:3]
+        self.place: tuple[int, ...] = ()
+        self.frames: dict[Region, dict[Node, Array]] = {}
+        self.cells: dict[int, Array] = {}
+        self.written: dict[str, Array] = {}
+        for name in outputs:
+            raw = arguments[name]
+            raw[...] = np.frombuffer(b"\xff" * raw.itemsize, raw.dtype)[0] if raw.dtype != np.bool_ else True
+            self.written[name] = np.zeros(raw.shape, bool)
+
+    def instance(self, place: tuple[int, ...]) -> None:
+        self.place, self.frames, self.cells = place, {}, {}
+        self.region(self.program.body)
+
+    def region(self, region: Region) -> None:
+        self.frames[region] = {}
+        for effect in region.effects:
+            self.effect(effect)
+
+    def effect(self, e: Node) -> None:
+        if e.op == "load":
+            self.frames[e.region][e] = self.load(e)
+        elif e.op == "store":
+            self.store(e)
+        elif e.op in ("var", "set"):
+            key = e.id if e.op == "var" else e.attrs["var"]
+            value = self.value(e.args[0])
+            self.cells[key] = value if e.op == "var" else np.broadcast_to(value, self.cells[key].shape)
+        elif e.op == "get":
+            self.frames[e.region][e] = self.cells[e.attrs["var"]]
+        elif e.op == "loop":
+            lo, hi, step = (int(self.value(a)) for a in e.args)
+            if step < 1:
+                raise RunError(f"a loop with step {step}", e.line)
+            body = e.attrs["body"]
+            for k in range(lo, hi, step):
+                self.frames[body] = {e.attrs["index"]: np.asarray(k, np.int64)}
+                for inner in body.effects:
+                    if inner.op != "index":
+                        self.effect(inner)
+        elif e.op == "when":
+            if bool(self.value(e.args[0])):
+                self.region(e.attrs["body"])
+        elif e.op == "check" and not bool(self.value(e.args[0])):
+            raise RunError(f"check failed: {e.attrs['text']}", e.line)
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def _where(self, e: Node) -> tuple[tuple[Array, ...], Array, tuple[int, ...]]:
+        """The storage index of each element of an access, and the mask."""
+        view, raw = self.program.views[e.attrs["view"]], self.arguments[e.attrs["view"]]
+        shape = self.extents(e)
+        indices = [np.broadcast_to(self.value(a), shape) for a in e.args[: view.rank]]
+        mask = np.ones(shape, bool)
+        if e.attrs["masked"]:
+            mask = np.broadcast_to(self.value(e.args[view.rank]), shape)
+        levels = raw.shape[: view.levels]
+        sizes = (int(np.prod(levels)), *raw.shape[view.levels :])
+        for axis, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            wrong = mask & ((index < 0) | (index >= size))
+            if wrong.any():
+                bad = int(np.asarray(index)[wrong].flat[0])
+                raise RunError(f"{e.op} of {e.attrs['view']}: index {bad} on axis {axis} of size {size}", e.line)
+        safe = [np.where(mask, index, 0) for index in indices]
+        rows = np.unravel_index(safe[0], levels) if raw.size else (safe[0],)
+        return (*rows, *safe[1:]), mask, shape
+
+    def load(self, e: Node) -> Array:
+        name, dtype = e.attrs["view"], e.dtype
+        raw = self.arguments[name]
+        index, mask, shape = self._where(e)
+        if not mask.any():
+            return np.broadcast_to(self._other(e), shape).astype(self.real if dtype.floating else dtype.storage)
+        if name in self.written and not self.written[name][index][mask].all():
+            raise RunError(f"load of {name}: nobody has written there", e.line)
+        found = np.where(mask, dtype.decode(raw[index]), self._other(e))
+        return found.astype(self.real) if dtype.floating else found
+
+    def _other(self, e: Node) -> Array:
+        kind = np.float32 if e.dtype.floating else np.dtype(e.dtype.storage)
+        value = np.asarray(e.attrs["other"], kind)
+        return e.dtype.rounded(value) if e.dtype.floating else value
+
+    def store(self, e: Node) -> None:
+        name = e.attrs["view"]
+        index, mask, shape = self._where(e)
+        value = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), shape)
+        chosen = tuple(np.asarray(i)[mask] for i in index)
+        self.arguments[name][chosen] = value[mask]
+        if name in self.written:
+            self.written[name][chosen] = True
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def extents(self, node: Node) -> tuple[int, ...]:
+        return tuple(self._extent(a, node) if isinstance(a, Dim) else a for a in node.shape)
+
+    def _extent(self, axis: Dim, node: Node) -> int:
+        size = int(self.value(axis.limit))
+        if size > axis.most:
+            raise RunError(f"an axis of {size} elements, compiled for at most {axis.most}", node.line)
+        return max(size, 0)
+
+    def value(self, node: Node) -> Array:
+        """The value of a node, computed where it is not known yet; without recursion, for chains are long."""
+        waiting = [node]
+        while waiting:
+            top = waiting[-1]
+            frame = self.frames[top.region]
+            if top in frame:
+                waiting.pop()
+                continue
+            missing = [a for a in self._needs(top) if a not in self.frames[a.region]]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            frame[top] = self.compute(top, [self.frames[a.region][a] for a in top.args])
+        return self.frames[node.region][node]
+
+    @staticmethod
+    def _needs(node: Node) -> Iterator[Node]:
+        yield from node.args
+        for axis in node.shape:
+            if isinstance(axis, Dim):
+                yield axis.limit
+
+    def compute(self, node: Node, args: list[Array]) -> Array:
+        a, op = node.attrs, node.op
+        if op == "binary":
+            function = numbers.BINARY[a["kind"]]
+            return np.asarray(function(*args, a["nan"]) if "nan" in a else function(*args))
+        if op == "unary":
+            return self._unary(a["kind"], args[0])
+        if op == "const":
+            return np.asarray(a["value"], self.real if node.dtype.floating else node.dtype.storage)
+        if op == "program_id":
+            return np.asarray(self.place[a["axis"]], np.int64)
+        if op == "num_programs":
+            return np.asarray(self.grid[a["axis"]], np.int64)
+        if op == "argument":
+            value = np.asarray(self.arguments[a["name"]], np.float32 if node.dtype.floating else np.int64)
+            return value.astype(self.real) if node.dtype.floating else value
+        if op == "size":
+            levels, raw = self.program.views[a["view"]].levels, self.arguments[a["view"]]
+            sizes = (int(np.prod(raw.shape[:levels])), *raw.shape[levels:])
+            return np.asarray(sizes[a["axis"]], np.int64)
+        if op == "arange":
+            return np.arange(self.extents(node)[0], dtype=np.int64)
+        if op == "fma":
+            return numbers.fma(*args) if self.real is np.float32 else np.asarray(args[0] * args[1] + args[2])
+        if op == "where":
+            return np.where(args[0], args[1], args[2])
+        if op == "cast":
+            if self.real is np.float64 and node.dtype == dtypes.float32:
+                return args[0].astype(np.float64)
+            made = np.asarray(numbers.cast(args[0], node.args[0].dtype, node.dtype, a["round"], a["saturate"]))
+            return made.astype(self.real) if node.dtype.floating else made
+        if op == "bitcast":
+            if self.real is np.float64 and dtypes.float32 in (node.dtype, node.args[0].dtype):
+                raise RunError("an exact run has no bits of float32", node.line)
+            return np.ascontiguousarray(args[0]).view(node.dtype.storage).reshape(args[0].shape)
+        if op == "broadcast":
+            return self._broadcast(node, args[0])
+        if op == "reshape":
+            return args[0].reshape(self.extents(node))
+        if op == "reduce":
+            return self._reduce(node, args[0])
+        assert op == "random", op
+        return numbers.philox(*args)
+
+    def _unary(self, kind: str, x: Array) -> Array:
+        if kind in math.FUNCTIONS and x.dtype == np.float64:
+            return np.asarray(getattr(np, kind)(x))
+        if kind in math.FUNCTIONS:
+            return math.FUNCTIONS[kind](numbers.NumpyBuilder(), x)
+        if kind == "rsqrt":
+            return np.asarray(1 / np.sqrt(x), x.dtype)
+        return np.asarray({"neg": np.negative, "abs": np.abs, "not": np.logical_not, "sqrt": np.sqrt}[kind](x))
+
+    def _broadcast(self, node: Node, x: Array) -> Array:
+        axes = node.attrs["axes"]
+        order = [k for k in axes if k >= 0]
+        shape = tuple(1 if k < 0 else x.shape[k] for k in axes)
+        return np.broadcast_to(x.transpose(order).reshape(shape), self.extents(node))
+
+    def _reduce(self, node: Node, x: Array) -> Array:
+        combine, dtype, axis = node.attrs["combine"], node.args[0].dtype, node.attrs["axis"]
+        x = np.broadcast_to(x, self.extents(node.args[0]))
+        moved = np.moveaxis(x, axis, 0)
+        last = axis == x.ndim - 1
+        lanes, unroll = (self.order.lanes, self.order.unroll) if last else (1, 1)
+        kind = self.real if dtype.floating else np.dtype(dtype.storage)
+        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll).astype(kind)
+        return np.expand_dims(found, axis) if node.attrs["keep"] else found
+
+
+def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int) -> Array:
+    """Fold axis 0 as a target with `lanes` and `unroll` does."""
+    function = numbers.COMBINE[combine]
+    width = lanes * unroll
+    rest = -x.shape[0] % width
+    padding = np.full((rest, *x.shape[1:]), identity, x.dtype)
+    parts = np.concatenate([x, padding]).reshape(-1, unroll, lanes, *x.shape[1:])
+    total = np.full(parts.shape[1:], identity, x.dtype)
+    for part in parts:
+        total = function(total, part)
+    for axis_size in (unroll, lanes):
+        while axis_size > 1:
+            axis_size //= 2
+            total = function(total[:axis_size], total[axis_size : 2 * axis_size])
+        total = total[0]
+    return np.asarray(total)

@@ -1,0 +1,1 @@
+"""From one thread's program to source text."""

@@ -1,0 +1,248 @@
+"""L1 as C++: statements and expressions. What surrounds a body is the target's business; see `cpu`."""
+
+from __future__ import annotations
+
+import math
+
+from tilewright.tile.dtypes import DType, boolean, float32, int64
+from tilewright.tile.errors import LowerError
+from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Operand, Statement, Store, Type
+
+SCALARS = {
+    "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
+    "float16": "u16", "bfloat16": "u16", "float8_e4m3fn": "u8",
+}  # fmt: skip
+"""The C++ types of scalars, and of memory (but for bool, which is a byte there)."""
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "quot": "/", "rem": "%",
+}  # fmt: skip
+COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
+
+
+def c_type(type: Type) -> str:
+    if type.lanes == 1:
+        return SCALARS[type.dtype.name]
+    return "i32v" if type.dtype == boolean else SCALARS[type.dtype.name] + "v"
+
+
+def element(dtype: DType) -> str:
+    """The C++ type of an element in memory."""
+    return "u8" if dtype == boolean else SCALARS[dtype.name]
+
+
+def literal(value: Operand, dtype: DType) -> str:
+    """A constant of a dtype."""
+    if dtype == boolean:
+        return "true" if value else "false"
+    if dtype == float32:
+        number = float(value)
+        if math.isnan(number):
+            return '__builtin_nanf("")'
+        if math.isinf(number):
+            return "-__builtin_inff()" if number < 0 else "__builtin_inff()"
+        return f"{number.hex()}f"
+    if dtype == int64:
+        return str(value) if abs(int(value)) < 1 << 31 else f"(i64){value}ll" if value != -(1 << 63) else "INT64_LEAST"
+    if dtype.name == "uint32":
+        return f"{value}u"
+    return f"(i32){value}" if value == -(1 << 31) else str(value)
+
+
+def operand(value: Operand, type: Type) -> str:
+    """An operand of this type; constants of vectors are spread out."""
+    if isinstance(value, str):
+        return value
+    text = literal(value, type.dtype)
+    if type.lanes == 1:
+        return text
+    name = SCALARS[type.dtype.name]
+    if type.dtype not in (float32, boolean) and not type.dtype.computes:
+        return f"({name}v{{}} + ({name}){value!r})"  # storage: only ever 0 is asked for
+    return f"splat(({name}){text})" if type.dtype != float32 else f"splat({text})"
+
+
+def expression(s: Let) -> str:
+    """The right-hand side of a Let."""
+    source = s.operands or s.type
+    if s.op == "element":
+        return f"{s.args[0]}[{s.args[1]}]"
+    if s.op == "splat":
+        value = operand(s.args[0], Type(source.dtype))
+        plain = source.dtype.computes or source.dtype == boolean
+        return f"splat({value})" if plain else f"{c_type(s.type)}{{}} + {value}"
+    if s.op == "iota":
+        return f"PLACES + {operand(s.args[0], Type(int64))}"
+    if s.op == "below":
+        return f"lanes_below({operand(s.args[0], Type(int64))})"
+    if s.op == "fold":
+        return f"fold_{s.mode}({s.args[0]})" + (" != 0" if s.type.dtype == boolean else "")
+    if s.op == "select":
+        return _select(s)
+    args = [operand(a, source) for a in s.args]
+    if s.op == "copy":
+        return args[0]
+    if s.op == "cast":
+        return _cast(s, source, args[0])
+    if s.op == "bits":
+        return (
+            f"({c_type(s.type)}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({c_type(s.type)}, {args[0]})"
+        )
+    if s.op in INFIX:
+        if s.type.lanes > 1 and source.dtype != int64:  # scalars spread by themselves
+            args = [literal(a, source.dtype) if _spreads(a, source.dtype, s.args) else t
+                    for a, t in zip(s.args, args, strict=True)]  # fmt: skip
+        text = f"{args[0]} {INFIX[s.op]} {args[1]}"
+        return f"mask_of({text})" if s.op in COMPARISONS and s.type.lanes > 1 and source.dtype == int64 else text
+    if s.op in ("max", "min"):
+        kind = "of" if not source.dtype.floating or s.mode == "second" else "any" if s.mode == "ignore" else "nan"
+        return f"{s.op}_{kind}<{c_type(s.type)}>({', '.join(args)})"
+    if s.op == "neg":
+        return f"-{args[0]}"
+    if s.op == "not":
+        return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
+    names = {
+        "abs": "abs_of",
+        "sqrt": "sqrt_of",
+        "fma": "fma_of",
+        "ldexp": "ldexp_of",
+        "floordiv": "floor_div",
+        "mod": "floor_mod",
+    }
+    if s.op in names or s.op in ("mulhi", "philox"):
+        typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
+        return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"
+    raise LowerError(f"C++ has no {s.op}", s.line)
+
+
+def _spreads(value: Operand, dtype: DType, all_args: tuple[Operand, ...]) -> bool:
+    return (
+        not isinstance(value, str) and dtype in (float32,) and math.isfinite(float(value))
+        and any(isinstance(a, str) for a in all_args)
+    )  # fmt: skip
+
+
+def _select(s: Let) -> str:
+    a, b = (operand(x, s.type) for x in s.args[1:])
+    test = str(s.args[0]) if isinstance(s.args[0], str) else literal(s.args[0], boolean)
+    if s.type.lanes > 1 and s.type.dtype.itemsize == 8:
+        return f"wide_mask({test}) ? {a} : {b}"
+    if s.type.lanes > 1 and s.type.dtype != boolean and s.type.dtype.itemsize < 4:
+        kind = "i16v" if s.type.dtype.itemsize == 2 else "i8v"
+        return f"__builtin_convertvector({test}, {kind}) ? {a} : {b}"
+    return f"{test} ? {a} : {b}"
+
+
+def _cast(s: Let, source: Type, arg: str) -> str:
+    target, origin = s.type.dtype, source.dtype
+    if origin == float32 and target.integer:
+        return f"{target}_of_float32_{'nearest' if 'nearest' in s.mode else 'zero'}({arg})"
+    if origin == float32 and target.floating and "saturate" in s.mode and target.name != "float8_e4m3fn":
+        most = f"{target.largest.hex()}f"
+        wide = c_type(source)
+        low, high = (f"splat(-{most})", f"splat({most})") if source.lanes > 1 else (f"-{most}", most)
+        arg = f"min_nan<{wide}>(max_nan<{wide}>({arg}, {low}), {high})"
+    elif origin.integer and target.integer and "saturate" in s.mode:
+        low_i, high_i = max(target.bounds[0], origin.bounds[0]), min(target.bounds[1], origin.bounds[1])
+        wide = c_type(source)
+        arg = f"min_of<{wide}>(max_of<{wide}>({arg}, {operand(low_i, source)}), {operand(high_i, source)})"
+    return f"{target}_of_{origin}({arg})"
+
+
+def statements(body: list[Statement], indent: int, where: bool = True) -> list[str]:
+    """A body, one statement a line; the author's line in a comment where it changes."""
+    out: list[str] = []
+    last = ""
+    for s in body:
+        line = getattr(s, "line", None)
+        comment = f"  // {line}" if where and line is not None and str(line) != last else ""
+        last = str(line) if line is not None else last
+        out += [" " * indent + text + (comment if i == 0 else "") for i, text in enumerate(_statement(s, where))]
+    return out
+
+
+def _statement(s: Statement, where: bool) -> list[str]:
+    if isinstance(s, Let):
+        return [f"const {c_type(s.type)} {s.name} = {expression(s)};"]
+    if isinstance(s, Load):
+        return [f"const {c_type(s.type)} {s.name} = {_load(s)};"]
+    if isinstance(s, Store):
+        return [_store(s)]
+    if isinstance(s, Declare):
+        value = operand(s.value, s.type)
+        if s.count:
+            return [f"{c_type(s.type)} {s.name}[{s.count}]; for (auto& r : {s.name}) r = {value};"]
+        return [f"{c_type(s.type)} {s.name} = {value};"]
+    if isinstance(s, Assign):
+        place = s.name if s.index is None else f"{s.name}[{s.index}]"
+        return [f"{place} = {operand(s.value, s.type)};"]
+    if isinstance(s, If):
+        return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
+    head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
+    if s.unroll:
+        head = f'_Pragma("GCC unroll {s.hi}") for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{'
+    return [head, *statements(s.body, 2, where), "}"]
+
+
+def _place(s: Load | Store) -> str:
+    return s.memory if s.index == 0 else f"{s.memory} + {s.index}"
+
+
+def _load(s: Load) -> str:
+    if s.type.lanes == 1:
+        text = f"{s.memory}[{s.index}]"
+        if s.mask is not None:
+            text = f"{_test(s.mask)} ? {text} : {_other(s)}"
+        return f"({text}) != 0" if s.type.dtype == boolean else text
+    vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
+    if s.scattered:
+        text = f"load_at<{vector}>({s.memory}, {s.index})"
+        if s.mask is not None:
+            text = f"load_at_where<{vector}>({s.memory}, {s.index}, {s.mask}, ({element(s.type.dtype)}){_other(s)})"
+    elif s.mask is not None:
+        text = f"load_where<{vector}>({_place(s)}, {s.stride}, {s.mask}, ({element(s.type.dtype)}){_other(s)})"
+    elif s.count is not None:
+        text = f"load_some<{vector}>({_place(s)}, {s.count})"
+    elif s.stride != 1:
+        text = f"load_every<{vector}>({_place(s)}, {s.stride})"
+    else:
+        text = f"load<{vector}>({_place(s)})"
+    return f"mask_of_bytes({text})" if s.type.dtype == boolean else text
+
+
+def _store(s: Store) -> str:
+    value = operand(s.value, s.type)
+    if s.type.lanes == 1:
+        text = f"{s.memory}[{s.index}] = {value};"
+        return text if s.mask is None else f"if ({_test(s.mask)}) {text}"
+    if s.type.dtype == boolean:
+        value = f"bytes_of_mask({value})"
+    if s.scattered:
+        masked = s.mask is not None
+        return (f"store_at_where({s.memory}, {s.index}, {s.mask}, {value});" if masked
+                else f"store_at({s.memory}, {s.index}, {value});")  # fmt: skip
+    if s.mask is not None:
+        return f"store_where({_place(s)}, {s.stride}, {s.mask}, {value});"
+    if s.count is not None:
+        return f"store_some({_place(s)}, {value}, {s.count});"
+    if s.stride != 1:
+        return f"store_every({_place(s)}, {s.stride}, {value});"
+    return f"store({_place(s)}, {value});"
+
+
+def _test(mask: Operand) -> str:
+    return mask if isinstance(mask, str) else literal(mask, boolean)
+
+
+def _other(s: Load) -> str:
+    """What a masked-off element is, in the bits of memory."""
+    import numpy as np
+
+    dtype = s.type.dtype
+    if dtype == float32:
+        return literal(s.other, dtype)
+    kind = np.float32 if dtype.floating else np.dtype(dtype.storage)
+    bits = dtype.encode(np.asarray(s.other, kind))
+    if dtype.name == "float16":
+        bits = np.asarray(bits).view(np.uint16)
+    return str(int(np.asarray(bits).item()))

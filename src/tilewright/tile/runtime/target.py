@@ -1,0 +1,82 @@
+"""The CPU that code is made for: its features by name, and the compiler that is here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tilewright.tile.errors import CompilerError
+
+KNOWN = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+"""Features that generated code may use; each is a flag of the compiler. Never "native": an object is kept, and may be
+read by another CPU that shares the disk."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """An architecture and a sorted set of features."""
+
+    machine: str
+    features: tuple[str, ...]
+
+    def flags(self) -> list[str]:
+        return [f"-m{f}" for f in self.features]
+
+    def __str__(self) -> str:
+        return " ".join((self.machine, *self.features))
+
+
+@cache
+def this_cpu() -> Cpu:
+    """The CPU of this process."""
+    machine = platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return Cpu(machine, ())
+    words = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return Cpu(machine, tuple(sorted(set(words) & set(KNOWN))))
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: where it is and what it says that it is."""
+
+    path: str
+    version: str
+
+
+@cache
+def compiler() -> Compiler | None:
+    """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some vector builtins."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        try:
+            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        if "clang" not in run.stdout.lower():
+            return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
+    return None
+
+
+def missing() -> str:
+    """Why nothing can be compiled here, or ""."""
+    if platform.system() != "Linux":
+        return f"CPU kernels are compiled on Linux; this is {platform.system()}"
+    return "" if compiler() is not None else "no C++ compiler is on the PATH that is GNU's (g++)"
+
+
+def need_compiler() -> Compiler:
+    """The compiler, or `CompilerError` with the reason."""
+    found = compiler()
+    if found is None or missing():
+        raise CompilerError(f"{missing()}; install g++")
+    return found

@@ -1,0 +1,153 @@
+"""Layouts against brute force: every place, every element, every copy."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tilewright.tile import TileError
+from tilewright.tile.layout.convert import Conversion, bank_conflicts, classify, lane_addresses
+from tilewright.tile.layout.linear import Layout, Span, blocked, flat, unflat
+
+AXES = (("i", 4), ("j", 4))
+
+
+def random_layout(chance: random.Random, axes: tuple[tuple[str, int], ...] = AXES) -> Layout:
+    """Two bits of each place, which reach every element."""
+    size = 1
+    for _, extent in axes:
+        size *= extent
+    while True:
+        columns = [chance.choice((0, *(1 << b for b in range(4)), chance.randrange(size))) for _ in range(6)]
+        if 1 << Span(columns).rank == size:
+            return Layout(tuple(columns[:2]), tuple(columns[2:4]), tuple(columns[4:]), axes)
+
+
+def places(layout: Layout) -> list[tuple[int, int, int]]:
+    return list(itertools.product(*(range(1 << len(c)) for c in (layout.reg, layout.lane, layout.warp))))
+
+
+def brute(source: Layout, target: Layout) -> Conversion:
+    """The least conversion, found by looking where each thread's elements are."""
+    where: dict[int, set[tuple[int, int, int]]] = {}
+    for place in places(source):
+        where.setdefault(source.at(*place), set()).add(place)
+    if all(place in where[target.at(*place)] for place in places(target)):
+        return Conversion.NOOP
+    threads = set(itertools.product(range(4), range(4)))
+    registers: dict[tuple[int, int], list[set[int]]] = {}
+    for lane, warp in threads:
+        registers[lane, warp] = [
+            {r for r, other, w in where[target.at(reg, lane, warp)] if (other, w) == (lane, warp)} for reg in range(4)
+        ]
+    if all(found for one in registers.values() for found in one):
+        fixed = all(set.intersection(*(registers[t][reg] for t in threads)) for reg in range(4))
+        return Conversion.REGISTERS if fixed else Conversion.SELECT
+    near = all(any(w == warp for _, _, w in where[target.at(reg, lane, warp)]) for reg, lane, warp in places(target))
+    return Conversion.SHUFFLE if near else Conversion.SHARED
+
+
+def test_classify_is_exact_copies_included() -> None:
+    chance = random.Random(0)
+    seen = set()
+    for _ in range(4000):
+        source, target = random_layout(chance), random_layout(chance)
+        if chance.random() < 0.5:  # near ones, so that cheap conversions occur
+            target = Layout(tuple(chance.sample(source.reg, 2)), source.lane, source.warp, AXES)
+            if chance.random() < 0.5:
+                skewed = tuple(c ^ chance.choice((0, *source.reg)) for c in source.lane)
+                try:
+                    target = Layout(target.reg, skewed, source.warp, AXES)
+                except TileError:
+                    continue
+        found = classify(source, target)
+        seen.add(found)
+        assert found == brute(source, target), (source, target)
+    assert seen == set(Conversion)
+
+
+def test_a_rule_by_single_bits_would_be_wrong() -> None:
+    source = Layout((8, 0), (2, 4), (1, 1), AXES)
+    target = Layout((0, 2), (8, 4), (1, 0), AXES)
+    assert classify(source, target) == brute(source, target) == Conversion.SHARED
+
+
+def test_reshape_and_permute_move_nothing() -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        layout = random_layout(chance)
+        wide = layout.reshape({"k": 2, "l": 8})
+        turned = layout.permute((1, 0))
+        for place in places(layout):
+            element = layout.at(*place)
+            assert wide.at(*place) == element
+            i, j = unflat(element, (4, 4))
+            assert turned.at(*place) == flat((j, i), (4, 4))
+
+
+def test_owners_are_one_a_element_and_copies_are_all() -> None:
+    chance = random.Random(2)
+    for _ in range(300):
+        layout = random_layout(chance)
+        owners = [layout.at(*p) for p in places(layout) if layout.owns(*p)]
+        assert sorted(owners) == list(range(16))
+        assert len(places(layout)) == 16 << len(layout.copies())
+
+
+def test_reduction_bits_fold_each_element_once() -> None:
+    chance = random.Random(3)
+    tried = 0
+    while tried < 300:
+        layout = random_layout(chance)
+        axis = chance.randrange(2)
+        try:
+            bits = layout.reduction_bits(axis)
+        except TileError:
+            assert any(all(unflat(c, (4, 4))) for c in layout.columns)
+            continue
+        tried += 1
+        reached = []
+        for chosen in itertools.product(*(itertools.product((0, 1), repeat=len(b)) for b in bits)):
+            place = [
+                sum(on << i for on, i in zip(ons, which, strict=True)) for ons, which in zip(chosen, bits, strict=True)
+            ]
+            reached.append(unflat(layout.at(*place), (4, 4))[axis])
+        assert sorted(reached) == [0, 1, 2, 3]
+        result = layout.reduce(axis)
+        assert result.axes == (AXES[1 - axis],)
+        for place in places(layout):
+            assert result.at(*place) == unflat(layout.at(*place), (4, 4))[1 - axis]
+
+
+def test_the_usual_layout() -> None:
+    row = blocked({"n": 4096}, vector=8, lanes=32, warps=8)
+    assert row.reg == (1, 2, 4, 2048) and row.lane == (8, 16, 32, 64, 128) and row.warp == (256, 512, 1024)
+    assert row.vector_run(0) == 8 and not row.copies()
+    short = blocked({"n": 64}, vector=8, lanes=32, warps=8)
+    assert len(short.copies()) == 5 and classify(row, row) == Conversion.NOOP
+    assert blocked({"i": 2, "j": 4}, 8, 1, 1).vector_run(1) == 4
+
+
+def test_bank_conflicts_are_counted() -> None:
+    table = Layout((), (1, 2, 4, 8, 16), (), (("j", 32),))
+    assert bank_conflicts(lane_addresses(table), 4) == 1
+    column = Layout((1, 2, 4, 8, 16), (32, 64, 128, 256, 512), (), (("i", 32), ("j", 32)))
+    assert bank_conflicts(lane_addresses(column), 4) == 32
+    assert bank_conflicts([i * 33 for i in range(32)], 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Layout((1,), (), (), (("i", 3),)), "power of two"),
+        (lambda: Layout((4,), (), (), (("i", 4),)), "outside"),
+        (lambda: Layout((1, 1), (), (), (("i", 4),)), "no place"),
+        (lambda: classify(blocked({"i": 4}, 1, 4, 1), blocked({"i": 8}, 1, 4, 1)), "does not become"),
+        (lambda: Layout((5, 4), (1, 2, 8), (), AXES).reduction_bits(0), "at once"),
+    ],
+)
+def test_what_is_no_layout_is_refused(build: object, says: str) -> None:
+    with pytest.raises(TileError, match=says):
+        build()  # type: ignore[operator]

@@ -1,0 +1,180 @@
+"""Compiling and keeping kernels: no compiler, a corrupt store, many processes, a fork, two threads."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilewright import tile
+from tilewright.tile import CompilerError, TileError, ViewType
+from tilewright.tile.ir.tile_ir import Most
+from tilewright.tile.runtime import cpu, store, target
+from tilewright.tile.runtime.arguments import memory_of, type_of
+
+needs_compiler = pytest.mark.skipif(bool(target.missing()), reason=target.missing() or "a C++ compiler is here")
+PROGRAM = """
+import numpy as np
+from tilewright import tile
+from tilewright.tile.runtime import cpu
+
+@tile.kernel(static={"x": (0,)})
+def scale(t, x, y, by):
+    i = t.arange(x.shape[0])
+    t.store(y[i], t.load(x[i]) * by)
+
+x = np.arange(100, dtype=np.float32)
+y = np.zeros_like(x)
+scale[(1,)](x, y, 3.0)
+assert np.array_equal(y, 3 * x)
+"""
+
+
+@tile.kernel(static={"x": (1,)})
+def double(t: Any, x: Any, y: Any) -> None:
+    at = t.program_id(0), t.arange(x.shape[1])
+    t.store(y[at], t.load(x[at]) * 2.0)
+
+
+def in_process(code: str, cache: Path, **more: str) -> subprocess.Popen[str]:
+    source = str(Path(tile.__file__).parent.parent.parent)
+    environment = {**os.environ, "PYTHONPATH": source, "TILEWRIGHT_CACHE_DIR": str(cache), **more}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_it_imports_numpy_and_the_standard_library_alone() -> None:
+    roots = set()
+    for path in Path(tile.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots |= {n.partition(".")[0] for n in names if not n.startswith("tilewright.tile")}
+    assert roots - sys.stdlib_module_names == {"numpy"}
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.backends.tile import TileBackend
+
+    monkeypatch.setattr(target, "compiler", lambda: None)
+    backend = TileBackend()
+    reason = backend.missing()
+    assert reason is not None and "no C++ compiler" in str(reason)
+    assert backend.version() == "" and backend.targets() == []
+    view = ViewType(tile.float32, (None, Most(64)))
+    with pytest.raises(CompilerError, match=r"install g\+\+"):
+        cpu.compile(double.trace({"x": view, "y": view}))
+
+
+def test_clang_is_passed_over(tmp_path: Path) -> None:
+    """It calls itself c++ on some systems, and would refuse what is generated."""
+    for name in ("g++", "c++"):
+        fake = tmp_path / name
+        fake.write_text("#!/bin/sh\necho 'Fancy clang version 18.1'\n")
+        fake.chmod(0o755)
+    code = "from tilewright.tile.runtime import target; print(target.compiler(), target.missing())"
+    out, error = in_process(code, tmp_path, PATH=str(tmp_path), CXX="").communicate(timeout=120)
+    assert out.startswith("None no C++ compiler"), error
+
+
+@needs_compiler
+def test_doctor_says_that_there_is_no_compiler(tmp_path: Path) -> None:
+    code = "from tilewright.cli import main; main()"
+    process = in_process(
+        f"import sys; sys.argv = ['tilewright', 'doctor']; {code}", tmp_path, PATH=str(tmp_path), CXX=""
+    )
+    out, error = process.communicate(timeout=120)
+    assert "no C++ compiler is on the PATH" in out, error
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    """Three at once into one store, then one that finds it there, without a compiler that works."""
+    processes = [in_process(PROGRAM, tmp_path) for _ in range(3)]
+    for process in processes:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    made = list((tmp_path / "tile").glob("*.so"))
+    assert len(made) == 1 and not list((tmp_path / "tile").glob(".*"))
+    stamp = made[0].stat().st_mtime_ns
+    _, error = in_process(PROGRAM, tmp_path).communicate(timeout=120)
+    assert error == "" and made[0].stat().st_mtime_ns == stamp
+
+
+@needs_compiler
+def test_what_is_corrupt_is_compiled_again(tmp_path: Path) -> None:
+    for harm in (b"", b"nonsense"):
+        process = in_process(PROGRAM, tmp_path)
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        (made,) = (tmp_path / "tile").glob("*.so")
+        data = made.read_bytes()
+        made.write_bytes(data[: len(data) // 2] + harm)
+    assert in_process(PROGRAM, tmp_path).wait(timeout=120) == 0
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_borne(tmp_path: Path) -> None:
+    (tmp_path / "tile").write_text("a file where the folder should be")
+    process = in_process(PROGRAM, tmp_path)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+
+
+def test_the_store_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MOST_BYTES", 3000)
+    kept = store.Store(tmp_path)
+    for i in range(6):
+        path = kept.path(f"key{i}", lambda place: place.write_bytes(b"x" * 1000) and None)
+        os.utime(path, (i, i))
+    assert sorted(p.stem for p in tmp_path.glob("*.so")) == ["key4", "key5"]
+
+
+@needs_compiler
+def test_a_source_that_the_compiler_refuses_is_an_error_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(CompilerError, match="refused") as caught:
+        cpu._build("this is no C++", tmp_path / "x.so", target.this_cpu(), cpu.FLAGS)
+    assert "error" in caught.value.log
+
+
+@needs_compiler
+def test_threads_and_a_forked_child_agree() -> None:
+    x = np.arange(64 * 1000, dtype=np.float32).reshape(64, 1000)
+    results = [np.zeros_like(x) for _ in range(4)]
+    double[(64,)](x, results[0])
+    workers = [threading.Thread(target=double[(64,)], args=(x, y)) for y in results[1:]]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(np.array_equal(y, 2 * x) for y in results)
+    child = os.fork()
+    if child == 0:  # a parallel region here would wait for threads that do not exist
+        y = np.zeros_like(x)
+        double[(64,)](x, y)
+        os._exit(0 if np.array_equal(y, 2 * x) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_arguments_say_what_is_wrong() -> None:
+    with pytest.raises(TileError, match="no element type is called float64"):
+        memory_of(np.zeros(3))
+    with pytest.raises(TypeError, match="needs y"):
+        double[(1,)](np.zeros((1, 4), np.float32))
+    strided = memory_of(np.zeros((4, 8), np.float32)[:, ::2])
+    assert strided.strides == (8, 2) and not type_of(strided).unit
+    assert type_of(strided, most={1: 64}).sizes == (4, Most(64))
+
+
+def test_features_are_named_and_in_the_key() -> None:
+    here = target.this_cpu()
+    assert "native" not in " ".join(here.flags()) and set(here.features) <= set(target.KNOWN)
+    assert str(target.Cpu("x86_64", ("avx2",))) != str(target.Cpu("x86_64", ()))
