@@ -6,6 +6,7 @@ where it owns queries (dq); `tma` 1 where what is walked comes through descripto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -99,6 +100,15 @@ def all_needed(call: Call) -> Iterable[Reason]:
         )
 
 
+def contiguous_keys(call: Call) -> Iterable[Reason]:
+    """dq is a sum over tiles of keys that lie in registers: each key of one is seen by some query, or by none for a
+    reason that the tile's place tells."""
+    if call.tensors.get("mask") is not None:
+        yield Reason("mask", "given; this kernel takes masks by position alone", "use the one without label")
+    if call.options["prefix_rows"]:
+        yield Reason("prefix_rows", f"{call.prefix_rows}; this kernel takes 0", "use the one without label")
+
+
 def no_tensor_memory(call: Call) -> Iterable[Reason]:
     """Accumulators of all five products are more tensor memory than Triton 3.6 finds: it compiles them to a trap."""
     if call.device.kind == "cuda" and 100 <= call.device.sm < 120:
@@ -121,6 +131,8 @@ def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0)
 def _by_descriptor(call: Call) -> bool:
     """Whether hardware can copy tiles of everything that is walked."""
     if not call.device.is_gpu or not by_descriptor(call):
+        return False
+    if 2 * math.prod(call.q.shape[:-1]) >= 1 << 31:  # two numbers a row are one tensor of a descriptor
         return False
     for facts in (call.q, call.do):
         if facts is None:

@@ -74,7 +74,7 @@ TRITON_KERNELS = [
             backward_configs.fused_configs,
             "fused",
             False,
-            (backward_configs.all_needed, backward_configs.no_tensor_memory),
+            (backward_configs.all_needed, backward_configs.contiguous_keys, backward_configs.no_tensor_memory),
         ),
     )
 ]

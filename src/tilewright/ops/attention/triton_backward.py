@@ -10,6 +10,7 @@ that it leaves whole. No sum depends on timing; in the fused form, `attention_ke
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,45 +24,21 @@ from tilewright.ops.attention.backward_configs import DELTA_ROWS
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton import DESCRIPTOR
-from tilewright.ops.attention.triton_backward_walks import LOG2E, tile_of, walk_keys, walk_queries
+from tilewright.ops.attention.triton_backward_rows import (
+    ROOM,
+    WEIGHT_BITS,
+    attention_delta,
+    attention_finish,
+    attention_norms,
+    largest,
+    lifted,
+)
+from tilewright.ops.attention.triton_backward_walks import tile_of, walk_keys, walk_queries
 from tilewright.ops.attention.triton_tiles import place_of, precision, seen_by, seers
 
-
-@triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
-def attention_delta(
-    do, o, lse, dlse, stats, dq_sum, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
-    lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
-    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """stats[0] = lse, of half precision in powers of 2, and Inf where a row sees nothing, so that its weights are 0;
-    stats[1] = delta - dlse. dq_sum, where it is given, begins with 0."""
-    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    mask = number < total
-    row, which = number % rows, number // rows
-    batch, head = which // heads, which % heads
-    value = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=mask, other=0.0)
-    # Where scores are so large that their rounding is more than 1, lse is raised by more than that: weights that should
-    # be 1 are lost, as they are in any case, but none is beyond 1 by orders of magnitude.
-    value += tl.where(tl.abs(value) > 16777216.0, tl.abs(value) * 9.5367431640625e-07, 0.0)
-    if o.dtype.element_ty != tl.float32:
-        value *= LOG2E
-    tl.store(stats + number, tl.where(value == float("-inf"), float("inf"), value), mask=mask)
-    found = tl.zeros([R], tl.float32)
-    if dlse is not None:
-        found -= tl.load(dlse + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=mask, other=0.0)
-    if do is not None:
-        columns = tl.arange(0, DV)
-        there = mask[:, None] & (columns < V_WIDTH)[None, :]
-        at = (batch * do_batch + row * do_row + head * do_head) * UNIT
-        grad = do + at[:, None] + (columns if do_step is None else columns * do_step)[None, :]
-        at = (batch * o_batch + row * o_row + head * o_head) * UNIT
-        out = o + at[:, None] + (columns if o_step is None else columns * o_step)[None, :]
-        terms = tl.load(grad, mask=there, other=0.0).to(tl.float32) * tl.load(out, mask=there, other=0.0)
-        found += tl.sum(terms, 1)
-    tl.store(stats + apart + number, found, mask=mask)
-    if dq_sum is not None:
-        at = dq_sum + number[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(at, tl.zeros([R, D], tl.float32), mask=mask[:, None])
+LEAST = tl.constexpr(2.0**-WEIGHT_BITS)
+SPAN = tl.constexpr(1024)
+"""Numbers of rows that are read at a time."""
 
 
 @triton.jit(
@@ -70,7 +47,7 @@ def attention_delta(
     ]
 )  # fmt: skip
 def attention_keys(
-    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv, dq_sum,
+    do, q, k, v, stats, norms, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv, dq_sum,
     do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
@@ -104,22 +81,43 @@ def attention_keys(
     v_first = v + batch * v_batch + first_key * v_row + key_head * v_head
     mine = tile_of(k_first, 0, first, there, k_row, None, True, False, N, D, WIDTH)
     values = tile_of(v_first, 0, first, there, v_row, None, True, False, N, DV, V_WIDTH)
+    # Keys that nobody sees, before what the first query does or behind what the last does, may hold anything.
+    lowest, _ = seen_by(first * 0, queries, there, batch, left, right, 0, prefix, None, BOTTOM, LEFT, RIGHT, False)
+    _, highest = seen_by(queries - 1, queries, there, batch, left, right, 0, prefix, None, BOTTOM, LEFT, RIGHT, False)
+    if dq_sum is not None:  # which is a sum over these
+        mine = tl.where(((place >= lowest) & (place < highest))[:, None], mine, 0.0)
 
+    # Queries [start, end) see some key of the tile, those of [whole, edge) all of them. Tiles are counted from `start`
+    # on: those before see nothing, maybe not even another key, and may hold anything.
     start, whole, edge, end = seers(first, last, queries, there, batch, left, right, prefix_rows, prefix,
                                     prefix_kv_len, BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
-    start = tl.minimum(start, queries) // M * M
+    start = tl.minimum(start, queries)
     end = tl.where(first < there, tl.maximum(end, start), start)
     if mask is not None:
         whole, edge = start, start
     else:
-        most = tl.cdiv(end, M) * M
-        whole = tl.where(last - first < N, most, tl.maximum(tl.minimum(tl.cdiv(whole, M) * M, most), start))
-        edge = tl.maximum(tl.minimum(tl.maximum(edge, 0), end) // M * M, whole)
+        most = tl.cdiv(end - start, M)
+        before = tl.minimum(tl.cdiv(tl.maximum(whole - start, 0), M), most)
+        whole = start + tl.where(last - first < N, most, before) * M
+        edge = tl.maximum(start + tl.maximum(tl.minimum(edge, end) - start, 0) // M * M, whole)
     before = (whole - start) // M
     cut = before + tl.maximum(tl.cdiv(end - edge, M), 0)
     drawn, offsets = 0, 0
     if DROPS:
         drawn, offsets = tl.load(state), tl.load(state + 1)
+    gain, up, down = None, None, None
+    if DROPS:
+        gain = kept_scale
+    if norms is not None:
+        terms, sums = 0.0, 0.0
+        for which in tl.range(0, GROUP):
+            rows_of = stats + (batch * heads + key_head * GROUP + which) * rows + first_query
+            terms = tl.maximum(terms, largest(rows_of + 2 * apart, start, end, SPAN))
+            sums = tl.maximum(sums, largest(rows_of + apart, start, end, SPAN))
+        lengths = norms + (batch * key_heads + key_head) * keys + first_key
+        terms *= largest(lengths, tl.maximum(first, lowest), tl.minimum(last, highest), N)
+        up, down = lifted((terms * kept_scale if DROPS else terms) + sums, ROOM)
+        gain = up * kept_scale if DROPS else up
 
     dk_tile = tl.zeros([N, D], tl.float32)
     dv_tile = tl.zeros([N, DV], tl.float32)
@@ -135,10 +133,12 @@ def attention_keys(
                 at_sum, [GROUP, tl.maximum(queries, 1), D], [rows.to(tl.int64) * D, D, 1], [1, M, D]
             )
         at_stats = tl.make_tensor_descriptor(stats, [(2 * apart).to(tl.int32)], [1], [M])
-        lines = tl.maximum(queries, 1)
+        lines = tl.maximum(end, 1)  # what lies behind them is 0
         at_q = tl.make_tensor_descriptor(at_q, [GROUP, lines, WIDTH], [q_head, q_row, 1], [1, M, D])
         if do is not None:
             at_do = tl.make_tensor_descriptor(at_do, [GROUP, lines, V_WIDTH], [do_head, do_row, 1], [1, M, DV])
+    CLEAN: tl.constexpr = mask is not None or (PREFIX and LEFT)
+    GIVES_K: tl.constexpr = dk is not None or dq_sum is not None
     for which in tl.range(0, GROUP):
         head = key_head * GROUP + which
         number = (batch * heads + head) * rows + first_query
@@ -152,16 +152,16 @@ def attention_keys(
         if mask is None:
             dk_tile, dv_tile = walk_queries(
                 mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
-                whole, 0, 0, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                whole, 0, 0, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                 at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first,
-                limit, kept_scale, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
+                limit, gain, up, down, False, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
                 dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, cut,
-            start, before, edge, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+            start, before, edge, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
             at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
-            kept_scale, True, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, dk is not None or dq_sum is not None,
+            gain, up, down, True, CLEAN, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
             dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
 
@@ -169,6 +169,8 @@ def attention_keys(
     inside, real = (place < length)[:, None], (place < there)[:, None]  # no weight times NaN is not 0
     if dk is not None:
         dk_tile = tl.where(real, dk_tile, 0.0)
+        if down is not None:
+            dk_tile *= down
         columns = tl.arange(0, D)
         store = inside if WIDTH == D else inside & (columns < WIDTH)[None, :]
         tl.store(dk + token[:, None] * WIDTH + columns[None, :], (dk_tile * scale).to(dk.dtype.element_ty), mask=store)
@@ -176,6 +178,8 @@ def attention_keys(
         dv_tile = tl.where(real, dv_tile, 0.0)
         if DROPS:
             dv_tile *= kept_scale
+        if norms is not None:
+            dv_tile *= LEAST
         columns = tl.arange(0, DV)
         store = inside if V_WIDTH == DV else inside & (columns < V_WIDTH)[None, :]
         tl.store(dv + token[:, None] * V_WIDTH + columns[None, :], dv_tile.to(dv.dtype.element_ty), mask=store)
@@ -188,7 +192,7 @@ def attention_keys(
     ]
 )  # fmt: skip
 def attention_queries(
-    do, q, k, v, stats, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dq,
+    do, q, k, v, stats, norms, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dq,
     do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
@@ -224,18 +228,21 @@ def attention_queries(
     power = tl.load(stats + numbers, mask=inside, other=0.0)
     shift = tl.load(stats + apart + numbers, mask=inside, other=0.0)
 
-    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
-    start = tl.minimum(tl.min(tl.where(inside, low, there), 0), there) // N * N
+    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them. Tiles are counted from
+    # `start` on: those before may hold anything.
+    lowest = tl.minimum(tl.min(tl.where(inside, low, there), 0), there)
+    start = lowest // 4 * 4 if DROPS else lowest  # words of the mask come by four
     end = tl.maximum(tl.minimum(tl.max(tl.where(inside, high, 0), 0), there), start)
     if mask is not None:
         whole, edge = start, start
     else:
-        whole, edge = start, end // N * N
+        whole, edge = start, end
         if LEFT:
-            whole = tl.minimum(tl.cdiv(tl.max(tl.where(inside, low, 0), 0), N), tl.cdiv(end, N)) * N
+            most = tl.max(tl.where(inside, low, 0), 0)
+            whole = start + tl.minimum(tl.cdiv(tl.maximum(most - start, 0), N), tl.cdiv(end - start, N)) * N
         if RIGHT or PREFIX:
-            edge = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, there), 0), 0), end) // N * N
-        edge = tl.maximum(edge, whole)
+            edge = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, there), 0), start), end)
+        edge = tl.maximum(start + (edge - start) // N * N, whole)
     before = (whole - start) // N
     cut = before + tl.maximum(tl.cdiv(end - edge, N), 0)
 
@@ -243,7 +250,7 @@ def attention_queries(
     at_k = k + batch * k_batch + first_key * k_row + key_head * k_head
     at_v = v + batch * v_batch + first_key * v_row + key_head * v_head
     if TMA:
-        lines = tl.maximum(there, 1)
+        lines = tl.maximum(end, 1)
         at_k = tl.make_tensor_descriptor(at_k, [1, lines, WIDTH], [k_row, k_row, 1], [1, N, D])
         at_v = tl.make_tensor_descriptor(at_v, [1, lines, V_WIDTH], [v_row, v_row, 1], [1, N, DV])
     mask_rows = None
@@ -252,20 +259,31 @@ def attention_queries(
     drawn, offsets = 0, 0
     if DROPS:
         drawn, offsets = tl.load(state), tl.load(state + 1)
+    gain, down = None, None
+    if DROPS:
+        gain = tl.zeros([M], tl.float32) + kept_scale
+    if norms is not None:
+        terms = tl.load(stats + 2 * apart + numbers, mask=inside, other=0.0)
+        terms *= largest(norms + (batch * (heads // GROUP) + key_head) * keys + first_key, lowest, end, SPAN)
+        up, down = lifted((terms * kept_scale if DROPS else terms) + tl.abs(shift), ROOM)
+        shift *= up
+        gain = up * kept_scale if DROPS else up
 
     total = tl.zeros([M, D], tl.float32)
     if mask is None:
         total = walk_keys(
-            mine, grad, power, shift, at_k, at_v, total, (edge - whole) // N, whole, 0, 0, there, low, high, inside,
-            mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, kept_scale,
-            False, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            mine, grad, power, shift, at_k, at_v, total, (edge - whole) // N, whole, 0, 0, end, low, high, inside,
+            mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, gain,
+            False, False, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     total = walk_keys(
-        mine, grad, power, shift, at_k, at_v, total, cut, start, before, edge, there, low, high, inside,
-        mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, kept_scale,
-        True, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        mine, grad, power, shift, at_k, at_v, total, cut, start, before, edge, end, low, high, inside,
+        mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, gain,
+        True, mask is not None or (LEFT and (DROPS or PREFIX)), DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
     )  # fmt: skip
 
+    if down is not None:
+        total *= down[:, None]
     columns = tl.arange(0, D)
     store = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
     token = (batch * rows + first_query + query) * heads + head
@@ -273,24 +291,10 @@ def attention_queries(
     tl.store(out, (total * scale).to(dq.dtype.element_ty), mask=store)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "total"])
-def attention_finish(
-    dq_sum, dq, scale, rows, heads, total, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """dq, from rows of heads to heads of rows."""
-    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    columns = tl.arange(0, D)
-    mask = (number < total)[:, None] & (columns < WIDTH)[None, :]
-    found = tl.load(dq_sum + number[:, None] * D + columns[None, :], mask=mask, other=0.0)
-    row, which = number % rows, number // rows
-    token = (which // heads * rows + row) * heads + which % heads
-    tl.store(dq + token[:, None] * WIDTH + columns[None, :], (found * scale).to(dq.dtype.element_ty), mask=mask)
-
-
 def backward(call: Call, config: Config) -> list[Launch]:
     """dq, dk, dv, as far as they are needed: three launches, of which two find P."""
     common = _Common(call)
-    stages = [common.delta(None)]
+    stages = [*common.rows(None)]
     if call.has("dk") or call.has("dv"):
         stages.append(common.keys(config, None))
     if call.has("dq"):
@@ -307,7 +311,7 @@ def fused(call: Call, config: Config) -> list[Launch]:
     args |= {"rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": common.lines}
     constants = {"R": DELTA_ROWS, "D": width_of(call.q), "WIDTH": call.q.columns}
     finish = Launch(attention_finish, (-(-common.lines // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4})
-    return [common.delta(total), common.keys(config, total), finish]
+    return [*common.rows(total), common.keys(config, total), finish]
 
 
 class _Common:
@@ -320,8 +324,11 @@ class _Common:
         self.lines = self.batch * q.shape[-2] * q.shape[-3]
         self.unit = arguments.unit_of(q, k, v, *(t for t in (do, call.o) if t is not None))
         apart = -(-self.lines // 4) * 4
+        lifts = q.dtype == torch.float16
+        self.norms = Scratch("norms", (self.batch, k.shape[-2], k.shape[-3])) if lifts else None
         self.found: dict[str, Argument] = {
-            "do": do, **_strides("do", do, self.unit), "stats": Scratch("stats", (2, apart)), "apart": apart,
+            "do": do, **_strides("do", do, self.unit), "stats": Scratch("stats", (3 if lifts else 2, apart)),
+            "norms": self.norms, "apart": apart,
         }  # fmt: skip
         self.widths = {"D": width_of(q), "DV": width_of(v), "V_WIDTH": v.columns, "UNIT": self.unit}
         drops = call.dropout_p > 0.0
@@ -335,15 +342,23 @@ class _Common:
             "GROUP": arguments.heads_of(call)["group"], "PRECISION": precision(call),
         }  # fmt: skip
 
-    def delta(self, dq_sum: Scratch | None) -> Launch:
-        call = self.call
+    def rows(self, dq_sum: Scratch | None) -> list[Launch]:
+        """What goes over rows first."""
+        call, v = self.call, self.call.v
         args: dict[str, Argument] = {
             **self.found, "o": call.o, "lse": call.lse, "dlse": call.dlse, "dq_sum": dq_sum,
             **_strides("o", call.o, self.unit), **_row_strides("lse", call.lse), **_row_strides("dlse", call.dlse),
             "rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": self.lines,
         }  # fmt: skip
-        programs = -(-self.lines // DELTA_ROWS)
-        return Launch(attention_delta, (programs, 1, 1), args, {**self.widths, "R": DELTA_ROWS}, {"num_warps": 4})
+        constants = {**self.widths, "R": DELTA_ROWS}
+        found = [Launch(attention_delta, (-(-self.lines // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4})]
+        if self.norms is not None:
+            total = math.prod(self.norms.shape)
+            args = {"v": v, "norms": self.norms, **arguments.strides(v, self.unit), "rows": v.shape[-3]}
+            args |= {"heads": v.shape[-2], "total": total}
+            constants = {n: x for n, x in constants.items() if n != "D"}
+            found.append(Launch(attention_norms, (-(-total // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4}))
+        return found
 
     def keys(self, config: Config, dq_sum: Scratch | None) -> Launch:
         call, n = self.call, config.k_n

@@ -7,10 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention import arguments
+from tilewright.ops.attention.triton_backward_rows import LOG2E
 from tilewright.ops.attention.triton_tiles import kept, seen_by
-
-LOG2E = tl.constexpr(arguments.LOG2E)
 
 
 @triton.jit
@@ -57,15 +55,16 @@ def stat_of(stats, number, first, inside, TMA: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def walk_queries(
-    keys, values, q, do, dq_sum, which, stats, dk, dv, count, begin, split, resume, queries, place, there, batch,
+    keys, values, q, do, dq_sum, which, stats, dk, dv, count, begin, split, resume, end, queries, place, there, batch,
     left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
-    seed, offset, number, apart, first_place, limit, kept_scale,
-    MASKED: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
-    DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, TMA: tl.constexpr,
+    seed, offset, number, apart, first_place, limit, gain, up, down,
+    MASKED: tl.constexpr, CLEAN: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, TMA: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`.
+    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`, and
+    none from `end` on. CLEAN where queries between may see nothing, and hold anything.
 
     Both products that P waits for come first, so that tensor cores are busy with those of P while dS is worked out.
     """
@@ -74,14 +73,14 @@ def walk_queries(
         if MASKED:
             first = tl.where(turn < split, first, resume + (turn - split) * M)
         rows = first + tl.arange(0, M)
-        mine = tile_of(q, which, first, queries, q_row, None, MASKED, TMA, M, D, WIDTH)
+        mine = tile_of(q, which, first, end, q_row, None, MASKED, TMA, M, D, WIDTH)
         scores = tl.dot(keys, mine.T, input_precision=PRECISION)
         if do is not None:
-            grad = tile_of(do, which, first, queries, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
+            grad = tile_of(do, which, first, end, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
             if GIVES_K:
                 ds = tl.dot(values, grad.T, input_precision=PRECISION)
         if MASKED:
-            inside = rows < queries
+            inside = rows < end
             power = stat_of(stats, number, first, inside, TMA, M)
             low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                                 BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
@@ -89,9 +88,14 @@ def walk_queries(
             seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
             if mask is not None:
                 where = mask + (rows.to(tl.int64) * mask_row)[None, :]
-                where += (place if mask_step is None else place * mask_step)[:, None]
+                where += (place if mask_step is None else place.to(tl.int64) * mask_step)[:, None]
                 seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
             p = tl.where(seen, weights_of(scores, power[None, :], factor, mine.dtype), 0.0)
+            if CLEAN:
+                some = (tl.max(seen.to(tl.int32), 0) > 0)[:, None]
+                mine = tl.where(some, mine, 0.0)
+                if do is not None:
+                    grad = tl.where(some, grad, 0.0)
         else:
             power = stat_of(stats, number, first, None, TMA, M)
             p = weights_of(scores, power[None, :], factor, mine.dtype)
@@ -101,10 +105,14 @@ def walk_queries(
             weights = tl.where(keep, p, 0.0) if DROPS else p
             dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
         if GIVES_K:
-            shift = stat_of(stats, number + apart, first, rows < queries if MASKED else None, TMA, M)
+            shift = stat_of(stats, number + apart, first, rows < end if MASKED else None, TMA, M)
+            if up is not None:
+                shift *= up
             if do is not None:
+                if gain is not None:
+                    ds *= gain
                 if DROPS:
-                    ds = tl.where(keep, ds * kept_scale, 0.0)
+                    ds = tl.where(keep, ds, 0.0)
                 ds = p * (ds - shift[None, :])
             else:
                 ds = -p * shift[None, :]
@@ -114,22 +122,25 @@ def walk_queries(
             dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
             if dq_sum is not None:
                 part = tl.dot(narrow.T, keys, input_precision=PRECISION)
+                if down is not None:
+                    part *= down
                 if TMA:
                     dq_sum.atomic_add([which, first, 0], tl.reshape(part, [1, M, D]))
                 else:
                     at = dq_sum + (number + rows)[:, None] * D + tl.arange(0, D)[None, :]
-                    tl.atomic_add(at, part, mask=(rows < queries)[:, None], sem="relaxed")
+                    tl.atomic_add(at, part, mask=(rows < end)[:, None], sem="relaxed")
     return dk, dv
 
 
 @triton.jit
 def walk_keys(
     mine, grad, power, shift, k, v, dq, count, begin, split, resume, end, low, high, inside, mask_rows, mask_step,
-    factor, k_row, v_row, seed, offset, numbers, limit, kept_scale,
-    MASKED: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    factor, k_row, v_row, seed, offset, numbers, limit, gain,
+    MASKED: tl.constexpr, CLEAN: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`."""
+    """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`, and none from `end` on.
+    CLEAN where keys between may be seen by nobody, and hold anything."""
     for turn in tl.range(0, count):
         first = begin + turn * N
         if MASKED:
@@ -144,12 +155,18 @@ def walk_keys(
             place = first + tl.arange(0, N)
             seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None]) & inside[:, None]
             if mask_rows is not None:
-                where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
+                where = mask_rows[:, None] + (
+                    place[None, :] if mask_step is None else place[None, :].to(tl.int64) * mask_step
+                )
                 seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
             p = tl.where(seen, p, 0.0)
+            if CLEAN:
+                keys = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], keys, 0.0)
         if grad is not None:
+            if gain is not None:
+                ds *= gain[:, None]
             if DROPS:
-                ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds * kept_scale, 0.0)
+                ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds, 0.0)
             ds = p * (ds - shift[:, None])
         else:
             ds = -p * shift[:, None]
