@@ -19,19 +19,22 @@ from tilewright.core.launch import Config
 from tilewright.core.plan import bind
 from tilewright.verify.check import call_of, truth_of
 
-SPLIT = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, q_m=16, q_n=16, q_warps=4, q_stages=1, tma=0)
+SPLIT = {"k_m": 16, "k_n": 16, "k_warps": 4, "k_stages": 1, "q_m": 16, "q_n": 16, "q_warps": 4, "q_stages": 1, "tma": 0}
 FUSED = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, tma=0)
 Inputs = dict[str, Tensor | None]
 each_kernel = pytest.mark.parametrize("label", ["", "fused"], ids=["split", "fused"])
 
 
-def gradients(label: str, inputs: Inputs, options: Mapping[str, Any], device: str) -> list[Tensor]:
+def gradients(
+    label: str, inputs: Inputs, options: Mapping[str, Any], device: str, ahead: int = 0
+) -> list[Tensor]:  # fmt: skip
     """(dq, dk, dv) by one of the Triton kernels, in the smallest tiles that there are."""
     op = registry.op("varlen_attention_backward" if "cu_seqlens_q" in inputs else "attention_backward")
     (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton" and k.label == label]
     moved = {n: None if t is None else t.to(device) for n, t in inputs.items()}
     call = call_of(op, moved, {**op.usual, **options}, False)
-    run = bind(kernel, FUSED if label else SPLIT, call, poison=True)
+    config = FUSED if label else Config(**SPLIT, k_ahead=ahead, q_ahead=ahead)
+    run = bind(kernel, config, call, poison=True)
     return [t.cpu() for t in run(*(moved[n] for n in op.tensors))]
 
 
@@ -86,6 +89,16 @@ def test_gradients_are_those_of_the_loops(case: dict[str, Any], label: str, devi
         inputs = upstream(q, k, v, given, options, do) | {"dlse": dlse}
         found = gradients(label, inputs, options, device)
         torch.testing.assert_close([t.double() for t in found], list(wanted), rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right", "window_left": 40}], ids=str)
+def test_a_product_ahead_changes_no_bit(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    """Of programs with no whole tile, one and several."""
+    q, k, v = made(1, 70, 66, heads=2, groups=1, dtype=dtype)
+    inputs = upstream(q, k, v, {}, options, torch.randn_like(q))
+    found, wanted = (gradients("", inputs, options, device, ahead) for ahead in (1, 0))
+    assert all(map(torch.equal, found, wanted)) and all(t.any() for t in found)
 
 
 @each_kernel

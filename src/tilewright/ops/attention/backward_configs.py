@@ -1,7 +1,8 @@
 """How the gradients of attention are cut into tiles for Triton, best guess first. Needs no compiler.
 
 Keys: `k_m` queries and `k_n` keys a tile where a program owns keys (dk, dv), with its warps and stages; `q_m` and `q_n`
-where it owns queries (dq); `tma` 1 where what is walked comes through descriptors.
+where it owns queries (dq); `k_ahead` and `q_ahead` 1 where products that P waits for are a tile ahead; `tma` 1 where
+what is walked comes through descriptors.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ GROUPS: dict[int, tuple[Pair, ...]] = {
     256: (((32, 64, 8, 2), (64, 32, 4, 2)), ((64, 64, 8, 1), (64, 64, 8, 1)), ((32, 64, 8, 1), (128, 32, 8, 2))),
 }
 """By the width of a head, where products are of whole warp groups (Hopper and later)."""
+AHEAD: dict[int, tuple[Pair, ...]] = {
+    64: (((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 128, 8, 3), (128, 64, 8, 3))),
+    128: (((64, 128, 8, 2), (128, 64, 8, 2)), ((32, 128, 8, 2), (64, 64, 4, 2))),
+    256: (),
+}
+"""Of the same devices, where tiles are walked a product ahead."""
 OTHERS: dict[int, tuple[Pair, ...]] = {
     64: (((32, 64, 8, 2), (64, 64, 4, 2)), ((64, 64, 4, 2), (64, 64, 4, 2)), ((64, 128, 8, 2), (128, 64, 8, 2))),
     128: (((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
@@ -57,19 +64,38 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     else:
         groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
         wanted = (GROUPS if groups else OTHERS)[wide]
-    rows, keys = power_of_2_at_least(call.q.shape[-3]), power_of_2_at_least(call.k.shape[-3])
     found: dict[Config, None] = {}
-    for owner, walker in (*wanted, SMALLEST):
-        k_m, k_n, k_warps, k_stages = _fitted(call, owner, 1)
-        q_m, q_n, q_warps, q_stages = _fitted(call, walker, 0)
-        if not k_stages or not q_stages or ((owner, walker) == SMALLEST and found):
-            continue
-        k_m, q_m = (min(m, max(16, rows)) for m in (k_m, q_m))
-        k_n, q_n = (min(n, max(16, keys)) for n in (k_n, q_n))
-        for tma in (1, 0) if _by_descriptor(call) else (0,):
-            found[Config(k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages,
-                         q_m=q_m, q_n=q_n, q_warps=q_warps, q_stages=q_stages, tma=tma)] = None  # fmt: skip
+    for pair in (*wanted, SMALLEST):
+        if pair != SMALLEST or not found:
+            found |= dict.fromkeys(_paired(call, pair, 0, 0))
+    if (
+        _by_descriptor(call)
+        and wanted is GROUPS[wide]
+        and call.tensors.get("mask") is None
+        and call.dropout_p == 0.0
+        and call.has("do")
+    ):
+        for pair in AHEAD[wide]:
+            found |= dict.fromkeys((*_paired(call, pair, 0, 1), *_paired(call, pair, 1, 1)))
     return tuple(found)
+
+
+def _paired(call: Call, pair: Pair, k_ahead: int, q_ahead: int) -> tuple[Config, ...]:
+    """Both programs in what fits, with and without descriptors; none where either does not."""
+    rows, keys = power_of_2_at_least(call.q.shape[-3]), power_of_2_at_least(call.k.shape[-3])
+    k_m, k_n, k_warps, k_stages = _fitted(call, pair[0], 1, ahead=k_ahead)
+    q_m, q_n, q_warps, q_stages = _fitted(call, pair[1], 0, ahead=q_ahead)
+    if not k_stages or not q_stages:
+        return ()
+    k_m, q_m = (min(m, max(16, rows)) for m in (k_m, q_m))
+    k_n, q_n = (min(n, max(16, keys)) for n in (k_n, q_n))
+    return tuple(
+        Config(
+            k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages, k_ahead=k_ahead,
+            q_m=q_m, q_n=q_n, q_warps=q_warps, q_stages=q_stages, q_ahead=q_ahead, tma=tma,
+        )
+        for tma in ((1,) if k_ahead or q_ahead else (1, 0) if _by_descriptor(call) else (0,))
+    )  # fmt: skip
 
 
 def fused_configs(call: Call) -> tuple[Config, ...]:
@@ -119,14 +145,15 @@ def no_tensor_memory(call: Call) -> Iterable[Reason]:
         )
 
 
-def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0) -> Shape:
+def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0, ahead: int = 0) -> Shape:
     """With as many stages as fit in shared memory beside what a program owns, of which 0 says that none does. What else
-    it holds: `m_n` bytes of each pair, `m_wide` of each number of a row."""
+    it holds: `m_n` bytes of each pair, `m_wide` of each number of a row. What is walked `ahead` comes twice."""
     m, n, warps, stages = shape
     size = call.q.dtype.itemsize * (width_of(call.q) + width_of(call.v))
     mine, walked = (n, m) if owned else (m, n)
     room = shared_bytes(call.device) - (mine * size if call.device.kind != "hip" else 0)
     room -= m * n * m_n + m * width_of(call.q) * m_wide
+    size += call.q.dtype.itemsize * width_of(call.q) * ahead
     return m, n, warps, max(0, min(stages, room // (walked * size)))
 
 

@@ -133,6 +133,38 @@ def walk_queries(
 
 
 @triton.jit
+def walk_queries_ahead(
+    keys, values, q, do, which, stats, dk, dv, count, begin, end, factor, q_row, do_row, do_step, number, apart,
+    gain, up,
+    TMA: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same over `count` whole tiles, with scores a tile ahead: tensor cores are at those of the next one while P of
+    this one is worked out. Queries come twice, for products take them from shared memory."""
+    mine = tile_of(q, which, begin, end, q_row, None, True, TMA, M, D, WIDTH)
+    scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+    for turn in tl.range(0, count):
+        first = begin + turn * M
+        grad = tile_of(do, which, first, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
+        ds = tl.dot(values, grad.T, input_precision=PRECISION)
+        after = begin + tl.minimum(turn + 1, count - 1) * M
+        mine = tile_of(q, which, after, end, q_row, None, False, TMA, M, D, WIDTH)
+        next_scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        power = stat_of(stats, number, first, None, TMA, M)
+        p = weights_of(scores, power[None, :], factor, mine.dtype)
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        shift = stat_of(stats, number + apart, first, None, TMA, M)
+        if gain is not None:
+            ds *= gain
+            shift *= up
+        ds = p * (ds - shift[None, :])
+        mine = tile_of(q, which, first, end, q_row, None, False, TMA, M, D, WIDTH)
+        dk = tl.dot(ds.to(mine.dtype), mine, dk, input_precision=PRECISION)
+        scores = next_scores
+    return dk, dv
+
+
+@triton.jit
 def walk_keys(
     mine, grad, power, shift, k, v, dq, count, begin, split, resume, end, low, high, inside, mask_rows, mask_step,
     factor, k_row, v_row, seed, offset, numbers, limit, gain,
@@ -173,4 +205,31 @@ def walk_keys(
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def walk_keys_ahead(
+    mine, grad, power, shift, k, v, dq, count, begin, end, factor, k_row, v_row, gain,
+    TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same over `count` whole tiles, with both products that P waits for a tile ahead: tensor cores are at those of
+    the next one while dS of this one is worked out. Keys come twice, for products take them from shared memory."""
+    keys = tile_of(k, 0, begin, end, k_row, None, True, TMA, N, D, WIDTH)
+    values = tile_of(v, 0, begin, end, v_row, None, True, TMA, N, DV, V_WIDTH)
+    scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+    dp = tl.dot(grad, values.T, input_precision=PRECISION)
+    for turn in tl.range(0, count):
+        after = begin + tl.minimum(turn + 1, count - 1) * N
+        keys = tile_of(k, 0, after, end, k_row, None, False, TMA, N, D, WIDTH)
+        values = tile_of(v, 0, after, end, v_row, None, False, TMA, N, DV, V_WIDTH)
+        next_scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        next_dp = tl.dot(grad, values.T, input_precision=PRECISION)
+        if gain is not None:
+            dp *= gain[:, None]
+        ds = weights_of(scores, power[:, None], factor, keys.dtype) * (dp - shift[:, None])
+        keys = tile_of(k, 0, begin + turn * N, end, k_row, None, False, TMA, N, D, WIDTH)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+        scores, dp = next_scores, next_dp
     return dq
