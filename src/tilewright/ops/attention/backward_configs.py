@@ -45,15 +45,25 @@ AHEAD: dict[int, tuple[Pair, ...]] = {
 OTHERS: dict[int, tuple[Pair, ...]] = {
     64: (((32, 64, 8, 2), (64, 64, 4, 2)), ((64, 64, 4, 2), (64, 64, 4, 2)), ((64, 128, 8, 2), (128, 64, 8, 2))),
     128: (((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
-    256: (((16, 32, 8, 1), (32, 16, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
+    256: (((16, 32, 8, 1), (16, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
 }
 """Of other devices."""
+FUSED_OTHERS: dict[int, tuple[Shape, ...]] = {
+    64: ((32, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)),
+    128: ((32, 32, 8, 2), (32, 64, 8, 2), (64, 64, 8, 1)),
+    256: ((16, 16, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
+}
 SINGLE: dict[int, tuple[Pair, ...]] = {
     64: (((32, 32, 8, 1), (32, 32, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1))),
     128: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32, 8, 1), (32, 16, 8, 1)), ((16, 16, 4, 1), (16, 16, 4, 1))),
     256: (((16, 16, 8, 1), (16, 16, 8, 1)),),
 }
 """Of float32."""
+FUSED_SINGLE: dict[int, tuple[Shape, ...]] = {
+    64: ((16, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1)),
+    128: ((16, 16, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
+    256: ((16, 16, 8, 1),),
+}
 SMALLEST: Pair = ((16, 16, 4, 1), (16, 16, 4, 1))
 
 
@@ -68,13 +78,8 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     for pair in (*wanted, SMALLEST):
         if pair != SMALLEST or not found:
             found |= dict.fromkeys(_paired(call, pair, 0, 0))
-    if (
-        _by_descriptor(call)
-        and wanted is GROUPS[wide]
-        and call.tensors.get("mask") is None
-        and call.dropout_p == 0.0
-        and call.has("do")
-    ):
+    plain = call.tensors.get("mask") is None and call.dropout_p == 0.0 and call.has("do")
+    if plain and wanted is GROUPS[wide] and _by_descriptor(call):
         for pair in AHEAD[wide]:
             found |= dict.fromkeys((*_paired(call, pair, 0, 1), *_paired(call, pair, 1, 1)))
     return tuple(found)
@@ -103,10 +108,10 @@ def fused_configs(call: Call) -> tuple[Config, ...]:
     wide = max(64, width_of(call.q), width_of(call.v))
     rows, keys = power_of_2_at_least(call.q.shape[-3]), power_of_2_at_least(call.k.shape[-3])
     if call.q.dtype == torch.float32 and call.device.is_gpu:
-        wanted: tuple[Shape, ...] = tuple(owner for owner, _ in SINGLE[wide])
+        wanted = FUSED_SINGLE[wide]
     else:
         groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
-        wanted = FUSED[wide] if groups else tuple(owner for owner, _ in OTHERS[wide])
+        wanted = (FUSED if groups else FUSED_OTHERS)[wide]
         if groups and wide == 256 and call.q.dtype == torch.float16:  # whose power of 2 is one number too many
             wanted = (*wanted[1:], wanted[0])
     found: dict[Config, None] = {}
