@@ -102,8 +102,7 @@ def walk_queries(
         if DROPS:
             keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
         if GIVES_V:
-            weights = tl.where(keep, p, 0.0) if DROPS else p
-            dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision=PRECISION)
+            weights = (tl.where(keep, p, 0.0) if DROPS else p).to(grad.dtype)
         if GIVES_K:
             shift = stat_of(stats, number + apart, first, rows < end if MASKED else None, TMA, M)
             if up is not None:
@@ -119,6 +118,11 @@ def walk_queries(
             if MASKED:
                 ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
             narrow = ds.to(mine.dtype)
+        # Nothing is worked out between these: what is written to a register while a product reads others makes the
+        # compiler wait for that product.
+        if GIVES_V:
+            dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+        if GIVES_K:
             dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
             if dq_sum is not None:
                 part = tl.dot(narrow.T, keys, input_precision=PRECISION)
