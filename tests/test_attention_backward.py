@@ -20,7 +20,7 @@ from tilewright.core.plan import bind
 from tilewright.verify.check import call_of, truth_of
 
 SPLIT = {"k_m": 16, "k_n": 16, "k_warps": 4, "k_stages": 1, "q_m": 16, "q_n": 16, "q_warps": 4, "q_stages": 1, "tma": 0}
-FUSED = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, tma=0)
+FUSED = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, k_joint=0, tma=0)
 Inputs = dict[str, Tensor | None]
 each_kernel = pytest.mark.parametrize("label", ["", "fused"], ids=["split", "fused"])
 
@@ -33,7 +33,7 @@ def gradients(
     (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton" and k.label == label]
     moved = {n: None if t is None else t.to(device) for n, t in inputs.items()}
     call = call_of(op, moved, {**op.usual, **options}, False)
-    config = FUSED if label else Config(**SPLIT, k_ahead=ahead, q_ahead=ahead)
+    config = FUSED if label else Config(**SPLIT, k_joint=1, k_ahead=ahead, q_ahead=ahead)
     run = bind(kernel, config, call, poison=True)
     return [t.cpu() for t in run(*(moved[n] for n in op.tensors))]
 

@@ -1,8 +1,8 @@
 """How the gradients of attention are cut into tiles for Triton, best guess first. Needs no compiler.
 
 Keys: `k_m` queries and `k_n` keys a tile where a program owns keys (dk, dv), with its warps and stages; `q_m` and `q_n`
-where it owns queries (dq); `k_ahead` and `q_ahead` 1 where products that P waits for are a tile ahead; `tma` 1 where
-what is walked comes through descriptors.
+where it owns queries (dq); `k_joint` 1 where both products of keys are issued together; `k_ahead` and `q_ahead` 1 where
+those that P waits for are a tile ahead; `tma` 1 where what is walked comes through descriptors.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ GROUPS: dict[int, tuple[Pair, ...]] = {
     256: (((32, 64, 8, 2), (64, 32, 4, 2)), ((64, 64, 8, 1), (64, 64, 8, 1)), ((32, 64, 8, 1), (128, 32, 8, 2))),
 }
 """By the width of a head, where products are of whole warp groups (Hopper and later)."""
+TENSOR_MEMORY: dict[int, tuple[Pair, ...]] = {
+    64: (),
+    128: (((64, 64, 8, 2), (128, 64, 8, 2)),),
+    256: (((64, 64, 8, 1), (64, 32, 4, 2)),),
+}
+"""Tried first where accumulators are in a memory of their own (sm_100): the others spill there."""
 AHEAD: dict[int, tuple[Pair, ...]] = {
     64: (((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 128, 8, 3), (128, 64, 8, 3))),
     128: (((64, 128, 8, 2), (128, 64, 8, 2)), ((32, 128, 8, 2), (64, 64, 4, 2))),
@@ -74,18 +80,28 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     else:
         groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
         wanted = (GROUPS if groups else OTHERS)[wide]
+        if groups and call.device.is_gpu and call.device.sm >= 100:
+            wanted = (*TENSOR_MEMORY[wide], *wanted)
     found: dict[Config, None] = {}
     for pair in (*wanted, SMALLEST):
         if pair != SMALLEST or not found:
-            found |= dict.fromkeys(_paired(call, pair, 0, 0))
+            found |= dict.fromkeys(c for joint in _joint(call) for c in _paired(call, pair, joint, 0, 0))
     plain = call.tensors.get("mask") is None and call.dropout_p == 0.0 and call.has("do")
     if plain and wanted is GROUPS[wide] and _by_descriptor(call):
         for pair in AHEAD[wide]:
-            found |= dict.fromkeys((*_paired(call, pair, 0, 1), *_paired(call, pair, 1, 1)))
+            found |= dict.fromkeys((*_paired(call, pair, 1, 0, 1), *_paired(call, pair, 1, 1, 1)))
     return tuple(found)
 
 
-def _paired(call: Call, pair: Pair, k_ahead: int, q_ahead: int) -> tuple[Config, ...]:
+def _joint(call: Call) -> tuple[int, ...]:
+    """Whether both products that a program of keys sums are issued together, best guess first: where products are of
+    warp groups and read registers. A loop over heads leaves no registers for it."""
+    if not call.device.is_gpu or not 90 <= call.device.sm < 100 or call.q.dtype == torch.float32:
+        return (0,)
+    return (1, 0) if call.q.shape[-2] == call.k.shape[-2] and call.q.dtype != torch.float16 else (0, 1)
+
+
+def _paired(call: Call, pair: Pair, k_joint: int, k_ahead: int, q_ahead: int) -> tuple[Config, ...]:
     """Both programs in what fits, with and without descriptors; none where either does not."""
     rows, keys = power_of_2_at_least(call.q.shape[-3]), power_of_2_at_least(call.k.shape[-3])
     k_m, k_n, k_warps, k_stages = _fitted(call, pair[0], 1, ahead=k_ahead)
@@ -96,7 +112,7 @@ def _paired(call: Call, pair: Pair, k_ahead: int, q_ahead: int) -> tuple[Config,
     k_n, q_n = (min(n, max(16, keys)) for n in (k_n, q_n))
     return tuple(
         Config(
-            k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages, k_ahead=k_ahead,
+            k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages, k_joint=k_joint, k_ahead=k_ahead,
             q_m=q_m, q_n=q_n, q_warps=q_warps, q_stages=q_stages, q_ahead=q_ahead, tma=tma,
         )
         for tma in ((1,) if k_ahead or q_ahead else (1, 0) if _by_descriptor(call) else (0,))
@@ -121,7 +137,8 @@ def fused_configs(call: Call) -> tuple[Config, ...]:
             continue
         m, n = min(m, max(16, rows)), min(n, max(16, keys))
         for tma in (1, 0) if _by_descriptor(call) else (0,):
-            found[Config(k_m=m, k_n=n, k_warps=warps, k_stages=stages, tma=tma)] = None
+            for joint in _joint(call):
+                found[Config(k_m=m, k_n=n, k_warps=warps, k_stages=stages, k_joint=joint, tma=tma)] = None
     return tuple(found)
 
 

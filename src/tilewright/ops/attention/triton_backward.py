@@ -108,6 +108,8 @@ class _Common:
     ) -> Launch:
         sizes = {"M": config[f"{prefix}m"], "N": config[f"{prefix}n"], "TMA": bool(config.tma)}
         sizes["AHEAD"] = outputs.get("dq_sum") is None and bool(config[f"{prefix}ahead"])
+        if function is attention_keys:
+            sizes["JOINT"] = bool(config.k_joint)
         options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
         programs, workspace = tiles * self.batch * heads, None
         if config.tma:

@@ -34,8 +34,9 @@ def attention_keys(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    JOINT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of N keys of one head. Where `dq_sum` is given, what they add to dq is added to it."""
     unit = tl.full((), UNIT, tl.int64)  # a stride that fits 32 bits may not when multiplied
@@ -142,14 +143,14 @@ def attention_keys(
                 whole, 0, 0, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                 at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first,
                 limit, gain, up, down, False, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
-                dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+                dv is not None and do is not None, JOINT, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         dk_tile, dv_tile = walk_queries(
             mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, cut,
             start, before, edge, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
             at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
             gain, up, down, True, CLEAN, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
-            dv is not None and do is not None, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            dv is not None and do is not None, JOINT, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
 
     token = (batch * keys + first_key + place) * key_heads + key_head

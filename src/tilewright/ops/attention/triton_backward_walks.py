@@ -59,9 +59,9 @@ def walk_queries(
     left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
     seed, offset, number, apart, first_place, limit, gain, up, down,
     MASKED: tl.constexpr, CLEAN: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, TMA: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PREFIX: tl.constexpr, DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, JOINT: tl.constexpr,
+    TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`, and
     none from `end` on. CLEAN where queries between may see nothing, and hold anything.
@@ -103,6 +103,8 @@ def walk_queries(
             keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
         if GIVES_V:
             weights = (tl.where(keep, p, 0.0) if DROPS else p).to(grad.dtype)
+            if not JOINT:
+                dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         if GIVES_K:
             shift = stat_of(stats, number + apart, first, rows < end if MASKED else None, TMA, M)
             if up is not None:
@@ -118,9 +120,9 @@ def walk_queries(
             if MASKED:
                 ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
             narrow = ds.to(mine.dtype)
-        # Nothing is worked out between these: what is written to a register while a product reads others makes the
-        # compiler wait for that product.
-        if GIVES_V:
+        # JOINT: nothing is worked out between these, for what is written to a register while a product reads others
+        # makes the compiler wait for that product. It takes more registers.
+        if GIVES_V and JOINT:
             dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         if GIVES_K:
             dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
@@ -143,28 +145,31 @@ def walk_queries_ahead(
     TMA: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same over `count` whole tiles, with scores a tile ahead: tensor cores are at those of the next one while P of
-    this one is worked out. Queries come twice, for products take them from shared memory."""
+    """The same over `count` whole tiles, with both products that P waits for a tile ahead: all four are issued together
+    and waited for together. Queries and do come twice, for products take them from shared memory."""
     mine = tile_of(q, which, begin, end, q_row, None, True, TMA, M, D, WIDTH)
     scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+    grad = tile_of(do, which, begin, end, do_row, do_step, True, TMA, M, DV, V_WIDTH)
+    ds = tl.dot(values, grad.T, input_precision=PRECISION)
     for turn in tl.range(0, count):
         first = begin + turn * M
-        grad = tile_of(do, which, first, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
-        ds = tl.dot(values, grad.T, input_precision=PRECISION)
-        after = begin + tl.minimum(turn + 1, count - 1) * M
-        mine = tile_of(q, which, after, end, q_row, None, False, TMA, M, D, WIDTH)
-        next_scores = tl.dot(keys, mine.T, input_precision=PRECISION)
         power = stat_of(stats, number, first, None, TMA, M)
-        p = weights_of(scores, power[None, :], factor, mine.dtype)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         shift = stat_of(stats, number + apart, first, None, TMA, M)
+        p = weights_of(scores, power[None, :], factor, keys.dtype)
         if gain is not None:
             ds *= gain
             shift *= up
-        ds = p * (ds - shift[None, :])
+        narrow = (p * (ds - shift[None, :])).to(keys.dtype)
+        weights = p.to(keys.dtype)
+        after = begin + tl.minimum(turn + 1, count - 1) * M
+        mine = tile_of(q, which, after, end, q_row, None, False, TMA, M, D, WIDTH)
+        scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        grad = tile_of(do, which, after, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
+        ds = tl.dot(values, grad.T, input_precision=PRECISION)
+        grad = tile_of(do, which, first, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
+        dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
         mine = tile_of(q, which, first, end, q_row, None, False, TMA, M, D, WIDTH)
-        dk = tl.dot(ds.to(mine.dtype), mine, dk, input_precision=PRECISION)
-        scores = next_scores
+        dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -218,22 +223,21 @@ def walk_keys_ahead(
     TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same over `count` whole tiles, with both products that P waits for a tile ahead: tensor cores are at those of
-    the next one while dS of this one is worked out. Keys come twice, for products take them from shared memory."""
+    """The same over `count` whole tiles, with both products that P waits for a tile ahead: all three are issued
+    together and waited for together. Keys come twice, for products take them from shared memory."""
     keys = tile_of(k, 0, begin, end, k_row, None, True, TMA, N, D, WIDTH)
     values = tile_of(v, 0, begin, end, v_row, None, True, TMA, N, DV, V_WIDTH)
     scores = tl.dot(mine, keys.T, input_precision=PRECISION)
     dp = tl.dot(grad, values.T, input_precision=PRECISION)
     for turn in tl.range(0, count):
-        after = begin + tl.minimum(turn + 1, count - 1) * N
-        keys = tile_of(k, 0, after, end, k_row, None, False, TMA, N, D, WIDTH)
-        values = tile_of(v, 0, after, end, v_row, None, False, TMA, N, DV, V_WIDTH)
-        next_scores = tl.dot(mine, keys.T, input_precision=PRECISION)
-        next_dp = tl.dot(grad, values.T, input_precision=PRECISION)
         if gain is not None:
             dp *= gain[:, None]
-        ds = weights_of(scores, power[:, None], factor, keys.dtype) * (dp - shift[:, None])
+        ds = (weights_of(scores, power[:, None], factor, mine.dtype) * (dp - shift[:, None])).to(mine.dtype)
+        after = begin + tl.minimum(turn + 1, count - 1) * N
+        keys = tile_of(k, 0, after, end, k_row, None, False, TMA, N, D, WIDTH)
+        scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        values = tile_of(v, 0, after, end, v_row, None, False, TMA, N, DV, V_WIDTH)
+        dp = tl.dot(grad, values.T, input_precision=PRECISION)
         keys = tile_of(k, 0, begin + turn * N, end, k_row, None, False, TMA, N, D, WIDTH)
-        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
-        scores, dp = next_scores, next_dp
+        dq = tl.dot(ds, keys, dq, input_precision=PRECISION)
     return dq
