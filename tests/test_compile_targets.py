@@ -51,8 +51,8 @@ def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
 
 
 def _heads(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
-    """Of an op whose heads have widths: a call of each that its probes tell apart. Of float32 not beyond 64: rows are held
-    whole and in two parts, and the smallest tiles of a gradient do not fit the registers of every device."""
+    """Of an op whose heads have widths: a call of each that its probes tell apart. Of float32 not beyond 64: rows are
+    held whole and in two parts, and the smallest tiles of a gradient do not fit the registers of every device."""
     op = registry.op(op_name)
     widths = sorted({sizes["D"] for sizes in op.probes.varied if "D" in sizes})
     calls = []
