@@ -128,7 +128,9 @@ def fused_configs(call: Call) -> tuple[Config, ...]:
     else:
         groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
         wanted = (FUSED if groups else FUSED_OTHERS)[wide]
-        if groups and wide == 256 and call.q.dtype == torch.float16:  # whose power of 2 is one number too many
+        # A loop over heads, or fp16's power of 2, is a number too many for the registers of the first.
+        grouped = call.q.shape[-2] != call.k.shape[-2]
+        if groups and ((wide > 64 and grouped) or (wide == 256 and call.q.dtype == torch.float16)):
             wanted = (*wanted[1:], wanted[0])
     found: dict[Config, None] = {}
     for shape in (*wanted, SMALLEST[0]):
