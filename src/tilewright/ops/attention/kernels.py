@@ -6,7 +6,7 @@ import torch
 
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.attention import configs, vendor
+from tilewright.ops.attention import backward_configs, configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -52,6 +52,30 @@ TRITON_KERNELS = [
         configs.forward_configs,
     )
     for op in ("attention", "varlen_attention")
+] + [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_backward:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, *limits),
+            deterministic=deterministic,
+        ),
+        found,
+        label=label,
+    )
+    for op in ("attention_backward", "varlen_attention_backward")
+    for function, found, label, deterministic, limits in (
+        ("backward", backward_configs.backward_configs, "", True, ()),
+        (
+            "fused",
+            backward_configs.fused_configs,
+            "fused",
+            False,
+            (backward_configs.all_needed, backward_configs.contiguous_keys, backward_configs.no_tensor_memory),
+        ),
+    )
 ]
 
 HOPPER_KERNELS = [
