@@ -33,7 +33,7 @@ QUICK, QUICKEST = (tuple(o if f == "-O3" else f for f in cpu.FLAGS) for o in ("-
 
 
 def order(which: Cpu | None = None) -> Order:
-    return Order(render.lanes_of((which or target.this_cpu()).features), 4)
+    return Order(render.lanes_of((which or target.this_cpu()).features), 4, 16)
 
 
 def same(mine: np.ndarray, other: np.ndarray, dtype: DType) -> bool:
@@ -137,6 +137,60 @@ def test_the_largest_of_a_nan_is_nan() -> None:
         t.store(y[0, 0], t.max(t.load(x[0, t.arange(x.shape[1])])))
 
     assert np.isnan(one_row(largest, row(3, np.nan, 2))[0, 0])
+
+
+def _sums(t: Any, x: Any, y: Any) -> None:
+    """Two sums and a maximum of one loop, over a tile of one axis and of two."""
+    row, col = t.program_id(0), t.arange(x.shape[1])
+    v = t.load(x[row, col])
+    for k, found in enumerate((t.sum(v), t.mean(v * v), t.max(v), t.sum(t.sum((v + 0.5)[None, :], axis=1)))):
+        t.store(y[row, k], found)
+
+
+@pytest.mark.parametrize("features", [None, *FEATURES[1:]], ids=("here", "avx+avx2", "plain"))
+def test_sums_of_wide_rows_are_exact_to_a_few_ulp(features: tuple[str, ...] | None) -> None:
+    """Equal terms are rounded the same way each time: one accumulator a lane was 216 ulp off in the widest row."""
+    here = target.this_cpu()
+    if not set(features or ()) <= set(here.features):
+        pytest.skip(f"this CPU lacks {set(features or ()) - set(here.features)}")
+    which = None if features is None else Cpu(here.machine, features)
+    view, lanes = ViewType(F32, (None, Most(131072))), order(which).lanes
+    program = tile.kernel(_sums, static={"x": (1,)}).trace({"x": view, "y": ViewType(F32, (None, None))})
+    made = cpu.compile_all([program], which, QUICK)[0]
+    noise = np.random.default_rng(0).normal(size=131072)
+    kinds = np.stack([np.full(131072, 0.1), 300 + noise, noise**2]).astype(np.float32)
+    for n in (1, 4 * lanes, 64 * lanes + 1, 1024 * lanes - 1, 1025 * lanes, 16385, 131072):
+        x, mine, other = np.ascontiguousarray(kinds[:, :n]), np.zeros((3, 4), np.float32), np.zeros((3, 4), np.float32)
+        compiled_run(made, {"x": x, "y": other}, {"x": F32, "y": F32}, (3, 1, 1))
+        if n != 131072:
+            run(program, {"x": x, "y": mine}, (3,), order=order(which))
+            assert same(mine, other, F32), n
+        wide = x.astype(np.float64)
+        exact = np.stack([wide.sum(1), (wide**2).mean(1), wide.max(1), (wide + 0.5).sum(1)], 1)
+        assert np.abs((other - exact) / np.spacing(exact.astype(np.float32))).max() <= 4, n
+
+
+def test_the_last_axis_that_counts_is_the_one_in_vectors() -> None:
+    def column(t: Any, x: Any, y: Any) -> None:
+        v = t.load(x[0, t.arange(x.shape[1])])
+        t.store(y[0, 0], t.sum(t.sum(v[:, None], axis=0)))
+
+    one_row(column, np.random.default_rng(0).normal(size=(1, 200)).astype(np.float32))
+
+
+@pytest.mark.parametrize("rows", [3, 16, 17, 100, 256, 1000])
+def test_sums_over_an_outer_axis_are_exact_to_a_few_ulp(rows: int) -> None:
+    """In blocks too. The axis may end anywhere, and the first of three may be the one."""
+
+    def sums(t: Any, x: Any, y: Any, rows: int) -> None:
+        down, col = t.arange(rows, limit=x.shape[0] + (rows - 1)), t.arange(37)
+        v = t.load(x[0, 0]) + (down[:, None] * 0 + col[None, :]).f32() * 0.0
+        t.store(y[0, col], t.sum(v, axis=0))
+        t.store(y[0, 37 + col], t.sum(t.sum(v[:, None, :], axis=1), axis=0))
+
+    found = one_row(sums, row(*[0.1] * 80), rows=rows)[0, :74].astype(np.float64)
+    exact = np.float64(np.float32(0.1)) * rows
+    assert np.abs(found - exact).max() / np.spacing(np.float32(exact)) <= 4
 
 
 def test_nothing_is_contracted() -> None:

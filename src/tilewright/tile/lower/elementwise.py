@@ -7,6 +7,8 @@ in `loops`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,11 +66,20 @@ class Emitter:
         self.blocks: list[Block] = [Block(self.function.body)]
         self.homes: dict[Region, int] = {program.body: 0}
         self.parameters: dict[str, Parameter] = {}
-        self.results: dict[Node, Any] = {}
+        self.results: dict[Any, Any] = {}
         self.facts = Facts(program)
         self.phase: Phase | None = None
         self.tail: Operand | None = None
         self._count = 0
+
+    @contextmanager
+    def block(self) -> Iterator[Block]:
+        """Statements of a body of their own."""
+        self.blocks.append(Block())
+        try:
+            yield self.blocks[-1]
+        finally:
+            self.blocks.pop()
 
     # Statements -----------------------------------------------------------------------------------------------------
 
