@@ -253,6 +253,21 @@ def test_a_tile_kept_in_a_loop_that_never_ran_is_computed_again() -> None:
     assert np.isfinite(one_row(kernel, x)).all()
 
 
+def test_a_cell_is_read_before_a_region_that_sets_it() -> None:
+    def kernel(t: Any, x: Any, y: Any) -> None:
+        col = t.arange(x.shape[1])
+        total, part = t.var(t.zeros(*col.shape)), t.var(t.zeros(*col.shape))
+        for start in t.range(0, 5, 2):
+            with t.when(start > 0):
+                total.set(total.get() * 2.0 + part.get())
+            for _ in t.range(start, 5):
+                part.set(part.get() + t.load(x[0, col]))
+        t.store(y[0, col], total.get() + part.get())
+
+    x = np.arange(40, dtype=np.float32)[None]
+    assert np.array_equal(one_row(kernel, x), 27 * x)
+
+
 def test_rows_of_more_than_two_to_the_31_elements() -> None:
     """The offset of a row is 64 bits: row 5 of stride 2^30 lies beyond 2^31 elements."""
 

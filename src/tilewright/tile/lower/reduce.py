@@ -24,7 +24,7 @@ UNROLL = 4
 """Accumulators of a reduction: as many as hide the latency of an addition."""
 BLOCK = 16
 """A floating sum adds so many rounds of vectors one after the other, then so many sums of such blocks, and so on: its
-error grows with the logarithm of the row. Equal terms, rounded the same way each time, lost 200 ulp in 131072 without."""
+error grows with the logarithm of the row. Equal terms, all rounded one way, lost 200 ulp in 131072 without."""
 
 
 @dataclass(frozen=True)
