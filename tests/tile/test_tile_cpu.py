@@ -276,7 +276,7 @@ def test_rows_of_more_than_two_to_the_31_elements() -> None:
 
     made = tile.kernel(kernel).trace({"x": ViewType(tile.uint8, (None, None)), "y": ViewType(tile.uint8, (None, None))})
     text, _ = render.source(lower(made, 16), ())
-    assert re.search(r"const i64 \w+ = 5 \* x_s0|const i64 \w+ = x_s0 \* 5", text)
+    assert re.search(r"const i64 \w+ = 5 \* s0_x|const i64 \w+ = s0_x \* 5", text)
 
 
 @pytest.mark.parametrize("offset", range(16))
@@ -359,7 +359,7 @@ def test_the_source_is_short_and_names_lines() -> None:
     body = text[text.index("pid0++") :].splitlines()
     first = inspect.getsourcelines(rms_norm.function)[1]
     assert f"// test_tile_cpu.py:{first + 4}" in text and f"// test_tile_cpu.py:{first + 7}" in text
-    assert len(inspect.getsource(rms_norm.function).splitlines()) < 15 and len(body) <= 80
+    assert len(inspect.getsource(rms_norm.function).splitlines()) < 15 and len(body) <= 85
     assert symbol in text and "#include" not in text
 
 

@@ -103,6 +103,7 @@ class Emitter:
         return str(known[key])
 
     def parameter(self, name: str, kind: str, of: str, axis: int = 0, dtype: DType = int64) -> str:
+        """A parameter's name. What the author named comes last, so that no two kinds ever share one."""
         self.parameters.setdefault(name, Parameter(name, kind, of, axis, dtype))
         return name
 
@@ -140,7 +141,7 @@ class Emitter:
             kind = "pid" if node.op == "program_id" else "grid"
             return Value(self.parameter(f"{kind}{a['axis']}", "builtin", kind, a["axis"]), scalar, depth)
         if node.op == "size":
-            return Value(self.parameter(f"{a['view']}_n{a['axis']}", "size", a["view"], a["axis"]), scalar, depth)
+            return Value(self.parameter(f"n{a['axis']}_{a['view']}", "size", a["view"], a["axis"]), scalar, depth)
         if node.op == "argument":
             return Value(self.parameter(f"a_{a['name']}", "scalar", a["name"], 0, node.dtype), scalar, depth)
         if node.op == "arange":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.tile.dtypes import boolean, int64
-from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Operand, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Load, Operand, Store, Type
 from tilewright.tile.ir.tile_ir import Node, Program, static_size
 from tilewright.tile.lower.elementwise import ZERO, Place, Value
 from tilewright.tile.lower.memory import Memory
@@ -80,14 +80,16 @@ class Reductions(Memory):
         outer = self.accumulators
         self.accumulators = {n: self.accumulator(n, unroll) if blocked(n) else a for n, a in outer.items()}
         yield
-        inner = len(self.blocks) - 1
-        for node, total in outer.items():
-            for i in range(unroll) if blocked(node) else ():
-                old, part = self.fresh(), self.fresh()
-                self.put(inner, self._register(old, total.type, total.name, i))
-                self.put(inner, self._register(part, total.type, self.accumulators[node].name, i))
-                made = self.let(inner, total.type, "add", old, part, operands=total.type, line=node.line)
-                self.put(inner, Assign(total.name, total.type, made, i))
+        depth, register = len(self.blocks) - 1, self.fresh("q")
+        with self.block() as made:
+            for node, total in outer.items():
+                if blocked(node):
+                    old, part = self.fresh(), self.fresh()
+                    self.put(depth + 1, self._register(old, total.type, total.name, register))
+                    self.put(depth + 1, self._register(part, total.type, self.accumulators[node].name, register))
+                    both = self.let(depth + 1, total.type, "add", old, part, operands=total.type, line=node.line)
+                    self.put(depth + 1, Assign(total.name, total.type, both, register))
+        self.put(depth, For(register, 0, unroll, 1, made.statements, unroll=True))
         self.accumulators = outer
 
     @staticmethod
