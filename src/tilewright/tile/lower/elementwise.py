@@ -183,7 +183,7 @@ class Emitter:
             if folded is not None:
                 return folded
             kind = a["kind"]
-            if kind in DOWNWARD and all(self.facts.of(x).non_negative for x in node.args):
+            if kind in DOWNWARD and self.facts.of(node.args[0]).non_negative and self.facts.of(node.args[1]).positive:
                 kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
             return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":

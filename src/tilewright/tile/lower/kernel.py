@@ -62,7 +62,7 @@ class _Lowering(Reductions):
             self.homes[body] = depth + 1
             made.known[(effect.attrs["index"], ())] = Value(var, COUNT, depth + 1)
             self.region(body)
-        self.put(depth, For(var, lo, hi, step, made.statements))
+        self.put(depth, For(var, lo, hi, step, made.statements, any_step=step != 1))
 
     def scalar(self, item: Node) -> None:
         """An effect without a loop."""

@@ -101,10 +101,8 @@ class _Machine:
             self.frames[e.region][e] = self.cells[e.attrs["var"]]
         elif e.op == "loop":
             lo, hi, step = (int(self.value(a)) for a in e.args)
-            if step < 1:
-                raise RunError(f"a loop with step {step}", e.line)
             body = e.attrs["body"]
-            for k in range(lo, hi, step):
+            for k in range(lo, hi, step) if step > 0 else ():
                 self.frames[body] = {e.attrs["index"]: np.asarray(k, np.int64)}
                 for inner in body.effects:
                     if inner.op != "index":
