@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,95 @@ def test_a_folder_that_cannot_be_written_is_borne(tmp_path: Path) -> None:
     process = in_process(PROGRAM, tmp_path)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def writes(data: bytes) -> Any:
+    return lambda place: place.write_bytes(data) and None
+
+
+@pytest.mark.parametrize("mode", [None, 0o755, 0o777, 0o1777])
+def test_the_folder_of_kernels_is_closed_to_others(tmp_path: Path, mode: int | None) -> None:
+    where = tmp_path / "cache" / "tile"
+    if mode is not None:
+        where.mkdir(parents=True)
+        where.chmod(mode)
+    store.Store(where).path("key", writes(b"code"))
+    assert mode_of(where) == 0o700
+    assert mode is not None or mode_of(where.parent) == 0o700
+
+
+def test_a_folder_of_somebody_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store.Store(tmp_path).path("key", writes(b"code"))
+    path.write_bytes(path.read_bytes())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(store, "_closed", store._closed.__wrapped__)
+    tmp_path.chmod(0o770)
+    kept = store.Store(tmp_path)
+    made = kept.path("key", writes(b"other code"))
+    assert made.parent != tmp_path and made.read_bytes().startswith(b"other code")
+    assert "belongs to user" in caplog.text
+    kept.release(made)
+    assert not made.parent.exists()
+
+
+def test_a_file_that_somebody_else_put_there_is_a_miss(tmp_path: Path) -> None:
+    kept = store.Store(tmp_path / "mine")
+    path = kept.path("key", writes(b"code"))
+    real = tmp_path / "theirs.so"
+    path.rename(real)
+    path.symlink_to(real)
+    assert kept.path("key", writes(b"again")).read_bytes().startswith(b"again") and not path.is_symlink()
+
+
+def test_a_compiler_that_writes_nothing_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = tmp_path / "g++"
+    lazy.write_text("#!/bin/sh\nexit 0\n")
+    lazy.chmod(0o755)
+    monkeypatch.setattr(cpu, "need_compiler", lambda: target.Compiler(str(lazy), "lazy"))
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    view = ViewType(tile.float32, (None, Most(64)))
+    with pytest.raises(CompilerError, match="wrote nothing"):
+        cpu.compile(double.trace({"x": view, "y": view}))
+    assert list((tmp_path / "tile").iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs", "cannot be kept"])
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Neither in the store nor among temporary files, which the compiler's own passes make too."""
+    places = {name: tmp_path / name for name in ("bin", "tmp", "cache")}
+    for place in places.values():
+        place.mkdir()
+    fake = places["bin"] / "g++"
+    end = {"refuses": "exit 1", "hangs": "sleep 60"}.get(fault, 'while [ "$1" != -o ]; do shift; done; echo x > "$2"')
+    fake.write_text(f'#!/bin/sh\necho pass > "${{TMPDIR:-/tmp}}/cc1.s"\n{end}\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(cpu, "need_compiler", lambda: target.Compiler(str(fake), fault))
+    monkeypatch.setattr(cpu, "SECONDS", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(places["tmp"]))
+    monkeypatch.setenv("TMPDIR", str(places["tmp"]))
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(places["cache"]))
+    if fault == "cannot be kept":
+        (places["cache"] / "tile").write_text("a file where the folder should be")
+    view = ViewType(tile.float32, (None, Most(64)))
+    with pytest.raises(CompilerError):
+        cpu.compile(double.trace({"x": view, "y": view}))
+    assert list(places["tmp"].iterdir()) == []
+    assert [p for p in places["cache"].rglob("*") if p.name != "tile"] == []
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    old, young = tmp_path / ".0123-old.so", tmp_path / ".0123-young.so"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    store.Store(tmp_path).path("key", writes(b"code"))
+    assert not old.exists() and young.exists()
 
 
 def test_the_store_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
     Record("max_of", "template <class T> static inline T max_of(T a, T b) { return a > b ? a : b; }"),
     Record("min_of", "template <class T> static inline T min_of(T a, T b) { return a < b ? a : b; }"),
     Record("can_divide", """template <class T> static inline T can_divide(T b) {
-  T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{})); return traps ? one : b; }"""),
+  T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
+  return traps ? one : b; }"""),
     Record("floor_div", """template <class T> static inline T floor_div(T a, T b) {
   T d = can_divide<T>(b), q = a / d, r = a % d, less = q - 1, minus = T{} - a, none = T{};
   auto down = (r != 0) & ((r ^ d) < 0); q = down ? less : q; q = d == b ? q : minus; return b == none ? none : q; }"""),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -80,8 +81,15 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
             return _loaded[key]
     functions = [lower(p, render.lanes_of(target.features)) for p in programs]
     text, symbols = render.sources(functions, target.features)
-    path = Store().path(key, lambda place: _build(text, place, target, flags))
-    library = ctypes.CDLL(str(path))
+    store = Store()
+    path = store.path(key, lambda place: _build(text, place, target, flags))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
+    finally:
+        store.release(path)
     made = [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)]
     with _lock:
         return _loaded.setdefault(key, made)
@@ -93,9 +101,16 @@ def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:
         file = Path(folder) / "kernel.cc"
         file.write_text(text, encoding="utf-8")
         command = [tool.path, *flags, *cpu.flags(), str(file), "-o", str(place)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
-        except subprocess.TimeoutExpired:
-            raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            errors="replace", env={**os.environ, "TMPDIR": folder}, start_new_session=True,
+        ) as run:  # fmt: skip
+            try:
+                _, said = run.communicate(timeout=SECONDS)
+            except BaseException as error:
+                os.killpg(run.pid, signal.SIGKILL)  # a driver that dies leaves its passes behind
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
+                raise
     if run.returncode:
-        raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", run.stderr[-4000:])
+        raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", said[-4000:])
