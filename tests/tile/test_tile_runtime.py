@@ -254,6 +254,54 @@ def test_threads_and_a_forked_child_agree() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+FORKS = """
+import os, signal, threading
+import torch
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a parallel region waits for ever
+        work()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+x = torch.randn(256, 4096)
+x.exp()  # torch's threads are there from now on
+y = torch.zeros_like(x)
+
+def by_hand():
+    from tilewright import tile
+    @tile.kernel(static={"x": (1,)})
+    def double(t, x, y):
+        at = t.program_id(0), t.arange(x.shape[1])
+        t.store(y[at], t.load(x[at]) * 2.0)
+    double[256](x, y)
+    assert y[200, 3000] == 2 * x[200, 3000]
+
+def an_op():
+    import tilewright as tw
+    assert tw.silu(x, backend="tile")[0, 0].isfinite()
+
+assert torch.get_num_threads() > 1
+in_child(by_hand)  # imported there for the first time
+in_child(lambda: in_child(by_hand))
+import tilewright as tw
+in_child(an_op)  # its kernel is proven there for the first time, against torch
+from tilewright.tile.runtime import cpu
+cpu._lock.acquire()  # as another thread may, at that moment
+in_child(by_hand)
+"""
+
+
+@needs_compiler
+def test_forks_of_every_age_compute(tmp_path: Path) -> None:
+    """OpenMP's threads do not come along. Whether the library was there before the fork must not matter."""
+    process = in_process(FORKS, tmp_path, OMP_NUM_THREADS="2")
+    _, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+
+
 def test_arguments_say_what_is_wrong() -> None:
     with pytest.raises(TileError, match="no element type is called float64"):
         memory_of(np.zeros(3))

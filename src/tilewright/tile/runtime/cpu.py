@@ -23,6 +23,7 @@ from tilewright.tile.ir.thread_ir import Function
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cpu as render
+from tilewright.tile.runtime.forked import in_child, is_child
 from tilewright.tile.runtime.store import Store, compiler_digest
 from tilewright.tile.runtime.target import Cpu, need_compiler, this_cpu
 
@@ -34,15 +35,14 @@ FLAGS = (
 SECONDS = 120
 _lock = threading.Lock()
 _loaded: dict[str, list[Compiled]] = {}
-_forked = False
 
 
-def _after_fork() -> None:
-    global _forked
-    _forked = True
+def _renew() -> None:
+    global _lock
+    _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(_renew)
 
 
 class Compiled:
@@ -57,7 +57,7 @@ class Compiled:
 
     def __call__(self, packed: bytes, grid: tuple[int, int, int], threads: int) -> None:
         """Run. In a forked child serially: a parallel region there would wait for threads that do not exist."""
-        self.entry(packed, *grid, 1 if _forked else threads)
+        self.entry(packed, *grid, 1 if is_child() else threads)
 
 
 def compile(program: Program, cpu: Cpu | None = None) -> Compiled:

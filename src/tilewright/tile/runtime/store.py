@@ -56,8 +56,8 @@ def _closed(where: Path) -> bool:
 
 
 class Store:
-    """Files by key. Every method bears a missing, read-only or full disk, and somebody else's folder: the kernel is then
-    compiled again."""
+    """Files by key. Every method bears a missing, read-only or full disk, and somebody else's folder: the kernel is
+    then compiled again."""
 
     def __init__(self, where: Path | None = None) -> None:
         self.where = where or folder()
