@@ -98,7 +98,7 @@ def test_any_strides_are_read_and_kernels_say_what_they_take(backend: str | None
 
 
 def _kernels(op: Any) -> list[Kernel]:
-    return [k for k in registry.kernels_of(op.name) if k.backend in ("triton", "tilelang") and not k.label]
+    return [k for k in registry.kernels_of(op.name) if k.backend in ("triton", "tilelang", "tile") and not k.label]
 
 
 def _with_unit() -> Iterator[Case]:
@@ -117,9 +117,9 @@ def _with_unit() -> Iterator[Case]:
 @pytest.mark.parametrize("kernel", _kernels(BACKWARD), ids=str)
 def test_kernels_conform_where_they_are_given_it(kernel: Kernel, device: str) -> None:
     """By value, twice, poisoned, and in place with the same bits."""
-    emulated = device == "cpu"
-    if emulated and kernel.backend == "tilelang":
-        pytest.skip("TileLang runs on a GPU")
+    if (device == "cpu") != (kernel.backend == "tile") and kernel.backend != "triton":
+        pytest.skip(f"{kernel.backend} does not run on {device}")
+    emulated = device == "cpu" and kernel.backend == "triton"
     ran = in_place = 0
     for case in _with_unit():
         inputs = build(case, BACKWARD, device)
@@ -138,8 +138,8 @@ def test_kernels_conform_where_they_are_given_it(kernel: Kernel, device: str) ->
 @pytest.mark.parametrize("kernel", _kernels(BACKWARD), ids=str)
 def test_nothing_moves_where_the_upstream_gradient_is_1(kernel: Kernel, device: str) -> None:
     """Bits that no product would leave: a kernel that writes them makes another NaN of them, on a GPU at the least."""
-    if device == "cpu" and kernel.backend == "tilelang":
-        pytest.skip("TileLang runs on a GPU")
+    if (device == "cpu") != (kernel.backend == "tile") and kernel.backend != "triton":
+        pytest.skip(f"{kernel.backend} does not run on {device}")
     tensors = [None if t is None else t.to(device) for t in given(1.0).values()]
     unit = tensors[5]
     assert unit is not None
