@@ -1,4 +1,4 @@
-"""Whether this is a forked child: OpenMP's threads stay with the parent, and a parallel region waits for them."""
+"""Whether this is a forked child: OpenMP's threads stay with the parent, and a parallel region would wait for them."""
 
 from __future__ import annotations
 
