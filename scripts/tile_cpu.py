@@ -5,8 +5,8 @@
 Times of one problem are taken in turn in one process; each is the lower quartile of its rounds, because what disturbs a
 shared machine only adds. With `--threads 1` they are the thread's CPU time: of a machine that others use too, the only
 one that says anything. The rival of a kernel that is given its outputs is the faster of torch.compile's two forms, one
-that allocates and one that copies into what is given; that of one with fresh outputs is the form that allocates: most of
-either's time may be the page faults of new memory. Ratios above 1 say that the tile kernel is faster.
+that allocates and one that copies into what is given; that of one with fresh outputs is the form that allocates, since
+most of either's time may be the page faults of new memory. Ratios above 1 say that the tile kernel is faster.
 """
 
 from __future__ import annotations
