@@ -41,7 +41,16 @@ def _freed() -> torch.Tensor:
     return made
 
 
+def _fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.zeros(8)
+
+
 REFUSED = {
+    "fake": (_fake, "FakeTensor .*has no memory"),
+    "mkldnn": (lambda: torch.zeros(8).to_mkldnn(), "layout _mkldnn"),
     "negative bit": (lambda: torch.zeros(8, dtype=torch.complex64).conj().imag, r"is_neg\(\) is set"),
     "meta": (lambda: torch.zeros(8, device="meta"), "on meta"),
     "sparse": (lambda: torch.ones(8).to_sparse(), "layout sparse_coo"),

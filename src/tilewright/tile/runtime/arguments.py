@@ -94,8 +94,9 @@ def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
     element = _element(str(array.dtype).rpartition(".")[2], array.element_size(), dtype)
     if not array.shape:
         raise TileError("a tensor of no axis: pass .item() as a number, or .reshape(1) as a view")
-    try:
-        address = array.data_ptr()
+    try:  # a tensor that torch traces with is on the CPU by name, and its storage nowhere
+        nowhere = hasattr(array, "untyped_storage") and array.untyped_storage().device.type == "meta"
+        address = 0 if nowhere else array.data_ptr()
     except RuntimeError as error:
         raise TileError(f"a {type(array).__name__} has no memory of its own ({error})") from None
     made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels)
