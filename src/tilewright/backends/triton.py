@@ -199,7 +199,7 @@ class _Compilation:
         )
 
 
-def _source_type(function: Any) -> Callable[..., Any]:
+def _source_type(function: Any) -> Any:
     """How the compiler is given it: Gluon, in which layouts and warps are written out, is a language of its own."""
     if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource

@@ -7,7 +7,8 @@ too: it compares the caller's own call with the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +21,27 @@ from tilewright.core.errors import CheckFailed
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
+from tilewright.tile.runtime.forked import is_child
 from tilewright.verify.cases import Case, build, extent_of, forms_of, main_of, other_dtypes
 from tilewright.verify.check import Outcome, add_to_pool, check, judge, judge_pool, truth_of
 from tilewright.verify.script import write_script
 
 PROBE_BYTES = 64 << 20
 VALUES = ("normal", "offset", "nan")
+
+
+@contextmanager
+def serial_in_a_child() -> Iterator[None]:
+    """In a forked child torch's threads are its parent's: a check, which nobody asked for, must not wait for them."""
+    threads = torch.get_num_threads()
+    if not is_child() or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> Verdict:
@@ -39,7 +55,7 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
     how = {"saving": call.saving, "emulated": emulated, "in_place": bool(call.aliased)}
     pool: dict[str, Any] = {}
     count = 0
-    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]), serial_in_a_child():
         for case in probes(call, tiny=emulated):
             try:
                 inputs = build(case, op, where)
