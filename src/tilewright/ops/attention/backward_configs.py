@@ -181,9 +181,13 @@ def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0,
     return m, n, warps, max(0, min(stages, room // (walked * size)))
 
 
+DESCRIPTORS = False
+"""Not yet: the copy of a row's two numbers by a descriptor of one dimension is an illegal instruction on an H100."""
+
+
 def _by_descriptor(call: Call) -> bool:
     """Whether hardware can copy tiles of everything that is walked."""
-    if not call.device.is_gpu or not by_descriptor(call):
+    if not DESCRIPTORS or not call.device.is_gpu or not by_descriptor(call):
         return False
     if 2 * math.prod(call.q.shape[:-1]) >= 1 << 31:  # two numbers a row are one tensor of a descriptor
         return False

@@ -80,7 +80,7 @@ TRITON_KERNELS = [
 
 HOPPER_KERNELS = [
     Kernel(
-        op,
+        "attention",
         "triton",
         f"{_HERE}.hopper:forward",
         Capability(
@@ -91,8 +91,8 @@ HOPPER_KERNELS = [
         ),
         configs.hopper_configs,
         label="hopper",
+        preference=14,  # behind those of aten, before all others of ours
     )
-    for op in ("attention", "varlen_attention")
 ]
 
 TILELANG_KERNELS = [

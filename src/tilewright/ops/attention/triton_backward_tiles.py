@@ -125,7 +125,9 @@ def attention_keys(
     for which in tl.range(0, GROUP):
         head = key_head * GROUP + which
         number = (batch * heads + head) * rows + first_query
-        one_q, one_do, at_mask = at_q, at_do, mask
+        one_q = at_q
+        one_do = at_do  # each by itself: what is compiled takes no None in a tuple
+        at_mask = mask
         if not TMA:
             one_q = at_q + which * q_head
             if do is not None:
