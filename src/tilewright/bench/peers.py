@@ -59,11 +59,11 @@ class Peer:
         """
         if max(t.numel() for t in timed.values() if t is not None) > MOST_CHECKED:
             return
+        options = {**problem.owner.usual, **problem.options}
 
         def define(tensors: Mapping[str, Any]) -> Any:
             # through the op, whose gradient is declared: autograd's of the formula is another where that has corners
-            given = (tensors[n] for n in problem.owner.tensors)
-            return problem.owner(*given, backend="reference", **problem.given_options)
+            return problem.owner(*(tensors[n] for n in problem.owner.tensors), backend="reference", **options)
 
         wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
         wanted, found = _dense(wanted), _dense(run())

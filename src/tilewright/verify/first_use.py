@@ -21,7 +21,6 @@ from tilewright.core.errors import CheckFailed
 from tilewright.core.evidence import Verdict
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
-from tilewright.tile.runtime.forked import is_child
 from tilewright.verify.cases import Case, build, extent_of, forms_of, main_of, other_dtypes
 from tilewright.verify.check import Outcome, add_to_pool, check, judge, judge_pool, truth_of
 from tilewright.verify.script import write_script
@@ -33,6 +32,8 @@ VALUES = ("normal", "offset", "nan")
 @contextmanager
 def serial_in_a_child() -> Iterator[None]:
     """In a forked child torch's threads are its parent's: a check, which nobody asked for, must not wait for them."""
+    from tilewright.backends.tile import is_child  # only where a kernel is checked: it brings the tile compiler along
+
     threads = torch.get_num_threads()
     if not is_child() or threads == 1:
         yield

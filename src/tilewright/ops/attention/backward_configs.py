@@ -70,6 +70,8 @@ FUSED_SINGLE: dict[int, tuple[Shape, ...]] = {
     128: ((16, 16, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
     256: ((16, 16, 8, 1),),
 }
+DESCRIPTORS = False
+"""Not yet: the copy of a row's two numbers by a descriptor of one dimension is an illegal instruction on an H100."""
 SMALLEST: Pair = ((16, 16, 4, 1), (16, 16, 4, 1))
 
 
@@ -82,6 +84,8 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
         wanted = (GROUPS if groups else OTHERS)[wide]
         if groups and call.device.is_gpu and call.device.sm >= 100:
             wanted = (*TENSOR_MEMORY[wide], *wanted)
+        if groups and call.device.is_gpu and not DESCRIPTORS:  # pointers take registers that the large tiles have not
+            wanted = (*OTHERS[wide], *wanted)
     found: dict[Config, None] = {}
     for pair in (*wanted, SMALLEST):
         if pair != SMALLEST or not found:
@@ -132,6 +136,8 @@ def fused_configs(call: Call) -> tuple[Config, ...]:
         grouped = call.q.shape[-2] != call.k.shape[-2]
         if groups and ((wide > 64 and grouped) or (wide == 256 and call.q.dtype == torch.float16)):
             wanted = (*wanted[1:], wanted[0])
+        if groups and call.device.is_gpu and not DESCRIPTORS:
+            wanted = (*FUSED_OTHERS[wide], *wanted)
     found: dict[Config, None] = {}
     for shape in (*wanted, SMALLEST[0]):
         m, n, warps, stages = _fitted(call, shape, 1, m_n=call.q.dtype.itemsize, m_wide=4)
@@ -179,10 +185,6 @@ def _fitted(call: Call, shape: Shape, owned: int, m_n: int = 0, m_wide: int = 0,
     room -= m * n * m_n + m * width_of(call.q) * m_wide
     size += call.q.dtype.itemsize * width_of(call.q) * ahead
     return m, n, warps, max(0, min(stages, room // (walked * size)))
-
-
-DESCRIPTORS = False
-"""Not yet: the copy of a row's two numbers by a descriptor of one dimension is an illegal instruction on an H100."""
 
 
 def _by_descriptor(call: Call) -> bool:
