@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.attention import dense, varlen
+from tilewright.ops.seeds import drawn
 
 
 def attention(
@@ -66,7 +66,7 @@ def attention(
     if seed is None and offset is not None:
         raise InvalidArgument("attention", "offset", "given without a seed", "pass both")
     if seed is None and dropout_p and isinstance(q, Tensor):
-        seed = _drawn(q)
+        seed = drawn("attention", q.device)
     prefix_kv, prefix_lengths = _prefix(prefix_kv_len)
     options: dict[str, Any] = {
         "scale": scale,
@@ -121,17 +121,6 @@ def _prefix(length: int | Tensor | None) -> tuple[int, Tensor | None]:
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise InvalidArgument("attention", "prefix_kv_len", repr(length), "an int of 0 or more, or int32[B]")
     return length, None
-
-
-def _drawn(q: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InvalidArgument(
-            "attention",
-            "seed",
-            "None while a CUDA graph is captured",
-            "pass seed and offset, int64[1] on the device, and advance one between replays",
-        )
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
 
 
 attention.op = dense.attention  # type: ignore[attr-defined]  # for explain, and for its reference

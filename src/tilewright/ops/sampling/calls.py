@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.sampling import softmax as rows
 from tilewright.ops.sampling import top
+from tilewright.ops.seeds import drawn
 
 Numbers = dict[str, Any]
 
@@ -101,14 +101,7 @@ def top_k_top_p_sample(
     if seed is None:
         if offset is not None:
             raise InvalidArgument("top_k_top_p_sample", "offset", "given without a seed", "pass both")
-        if not torch.compiler.is_compiling() and probs.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "top_k_top_p_sample",
-                "seed",
-                "None while a CUDA graph is captured",
-                "pass seed and offset, int64[1] on the device, and advance one between replays",
-            )
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=probs.device)
+        seed = drawn("top_k_top_p_sample", probs.device)
     tensors, options = _apart(top_k, top_p, order)
     found: tuple[Tensor, Tensor] = top.top_k_top_p_sample(probs, seed, offset, **tensors, **options, backend=backend)
     return found
