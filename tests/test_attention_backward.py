@@ -19,22 +19,17 @@ from tilewright.core.launch import Config
 from tilewright.core.plan import bind
 from tilewright.verify.check import call_of, truth_of
 
-SPLIT = {"k_m": 16, "k_n": 16, "k_warps": 4, "k_stages": 1, "q_m": 16, "q_n": 16, "q_warps": 4, "q_stages": 1, "tma": 0}
-FUSED = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, k_joint=0, tma=0)
+SMALL = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, q_m=16, q_n=16, q_warps=4, q_stages=1, tma=0)
 Inputs = dict[str, Tensor | None]
-each_kernel = pytest.mark.parametrize("label", ["", "fused"], ids=["split", "fused"])
 
 
-def gradients(
-    label: str, inputs: Inputs, options: Mapping[str, Any], device: str, ahead: int = 0
-) -> list[Tensor]:  # fmt: skip
-    """(dq, dk, dv) by one of the Triton kernels, in the smallest tiles that there are."""
+def gradients(inputs: Inputs, options: Mapping[str, Any], device: str) -> list[Tensor]:
+    """(dq, dk, dv) by the Triton kernel, in the smallest tiles that there are."""
     op = registry.op("varlen_attention_backward" if "cu_seqlens_q" in inputs else "attention_backward")
-    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton" and k.label == label]
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton"]
     moved = {n: None if t is None else t.to(device) for n, t in inputs.items()}
     call = call_of(op, moved, {**op.usual, **options}, False)
-    config = FUSED if label else Config(**SPLIT, k_joint=1, k_ahead=ahead, q_ahead=ahead)
-    run = bind(kernel, config, call, poison=True)
+    run = bind(kernel, SMALL, call, poison=True)
     return [t.cpu() for t in run(*(moved[n] for n in op.tensors))]
 
 
@@ -63,22 +58,15 @@ def upstream(q: Tensor, k: Tensor, v: Tensor, given: Inputs, options: Mapping[st
     return found | {"do": grad, "o": o.to(q.dtype), "lse": lse.float(), "state": state}
 
 
-def takes(label: str, given: Inputs, options: Mapping[str, Any]) -> bool:
-    return not label or (given.get("mask") is None and not options.get("prefix_rows"))
-
-
 # Who sees what --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@each_kernel
-def test_gradients_are_those_of_the_loops(case: dict[str, Any], label: str, device: str) -> None:
+def test_gradients_are_those_of_the_loops(case: dict[str, Any], device: str) -> None:
     """Of o and of lse, with heads in groups, more queries than keys and fewer, and tiles that are not whole."""
     for rows, keys in ((3, 21), (21, 18)):
         told = lengths(case, rows, keys)
         given, options = split_options(told)
-        if not takes(label, given, options):
-            pytest.skip("by position alone")
         q, k, v = made(2, rows, keys, heads=4, groups=2)
         leaves = [t.double().requires_grad_() for t in (q, k, v)]
         seen = seen_by_loops(2, 4, rows, keys, told)
@@ -87,28 +75,17 @@ def test_gradients_are_those_of_the_loops(case: dict[str, Any], label: str, devi
         level = torch.where(~seen.any(-1), 0.0, lse)
         wanted = torch.autograd.grad((o, level), leaves, (do.double(), dlse.double()))
         inputs = upstream(q, k, v, given, options, do) | {"dlse": dlse}
-        found = gradients(label, inputs, options, device)
+        found = gradients(inputs, options, device)
         torch.testing.assert_close([t.double() for t in found], list(wanted), rtol=2e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "bottom_right", "window_left": 40}], ids=str)
-def test_a_product_ahead_changes_no_bit(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Of programs with no whole tile, one and several."""
-    q, k, v = made(1, 70, 66, heads=2, groups=1, dtype=dtype)
-    inputs = upstream(q, k, v, {}, options, torch.randn_like(q))
-    found, wanted = (gradients("", inputs, options, device, ahead) for ahead in (1, 0))
-    assert all(map(torch.equal, found, wanted)) and all(t.any() for t in found)
-
-
-@each_kernel
-def test_dropout_drops_what_forward_dropped(label: str, device: str) -> None:
+def test_dropout_drops_what_forward_dropped(device: str) -> None:
     options = {"dropout_p": 0.4, "causal": True, "align": "bottom_right", "window_left": 18, "window_right": -1}
     q, k, v = made(1, 20, 21, heads=2, groups=1)
     inputs = upstream(q, k, v, {}, options, torch.randn_like(q))
     op = registry.op("attention_backward")
     wanted = truth_of(op, inputs, {**op.usual, **options}, False).oracle
-    found = gradients(label, inputs, options, device)
+    found = gradients(inputs, options, device)
     torch.testing.assert_close([t.double() for t in found], [wanted[n] for n in op.out], rtol=2e-5, atol=5e-6)
 
 
@@ -134,13 +111,10 @@ UNSEEN: dict[str, tuple[int, int, dict[str, Any], list[int], list[int]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", UNSEEN)
-@each_kernel
-def test_what_nobody_sees_reaches_no_gradient(name: str, label: str, dtype: torch.dtype, device: str) -> None:
+def test_what_nobody_sees_reaches_no_gradient(name: str, dtype: torch.dtype, device: str) -> None:
     """Whatever it holds: the same bits as if it held 0, and gradient 0 itself."""
     rows, keys, case, blind, unseen = UNSEEN[name]
     given, options = split_options(case)
-    if not takes(label, given, options):
-        pytest.skip("by position alone")
     q, k, v = made(1, rows, keys, dtype=dtype)
     do, dlse = torch.randn_like(q), torch.randn(1, 2, rows)
     for t, hidden in ((q, blind), (do, blind), (k, unseen), (v, unseen)):
@@ -148,7 +122,7 @@ def test_what_nobody_sees_reaches_no_gradient(name: str, label: str, dtype: torc
     dlse[..., blind] = 0.0
     clean = upstream(q, k, v, given, options, do) | {"dlse": dlse}
     assert clean["lse"] is not None and clean["lse"].eq(-math.inf).nonzero()[:, 2].unique().tolist() == blind
-    wanted = gradients(label, clean, options, device)
+    wanted = gradients(clean, options, device)
     assert not any(wanted[n][:, at].any() for n, at in ((0, blind), (1, unseen), (2, unseen)))
     assert all(t.isfinite().all() and t.any() for t in wanted)
     for poison in (math.nan, 65504.0) if dtype == torch.float16 else (math.inf,):
@@ -156,7 +130,7 @@ def test_what_nobody_sees_reaches_no_gradient(name: str, label: str, dtype: torc
         for n, hidden in (("q", blind), ("do", blind), ("k", unseen), ("v", unseen)):
             dirty[n][:, hidden] = poison  # type: ignore[index]
         dirty["dlse"][..., blind] = poison  # type: ignore[index]
-        found = gradients(label, dirty, options, device)
+        found = gradients(dirty, options, device)
         if ("mask" in case or ("window" in case and "prefix_rows" in case)) and poison == 65504.0:
             # by which power of 2 fp16 is told score gradients depends on all of v that is not known to be hidden
             torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-4)
@@ -165,8 +139,7 @@ def test_what_nobody_sees_reaches_no_gradient(name: str, label: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@each_kernel
-def test_a_sequence_is_not_reached_by_those_beside_it(label: str, dtype: torch.dtype, device: str) -> None:
+def test_a_sequence_is_not_reached_by_those_beside_it(dtype: torch.dtype, device: str) -> None:
     """Nor by tokens behind the last one, which get gradient 0."""
     q_starts, k_starts = torch.tensor([0, 5, 5, 23, 29]), torch.tensor([0, 7, 9, 30, 30])
     q, k, v = (t[0] for t in made(1, 33, 34, heads=2, dtype=dtype))
@@ -174,12 +147,12 @@ def test_a_sequence_is_not_reached_by_those_beside_it(label: str, dtype: torch.d
     options = {"causal": True, "align": "bottom_right"}
     clean = upstream(q, k, v, given, options, torch.randn_like(q)) | {"dlse": torch.randn(2, 33)}
     mine_q, mine_k = slice(5, 23), slice(9, 30)
-    wanted = gradients(label, clean, options, device)
+    wanted = gradients(clean, options, device)
     dirty = {n: None if t is None else t.clone() for n, t in clean.items()}
     for n, mine in (("q", mine_q), ("do", mine_q), ("o", mine_q), ("k", mine_k), ("v", mine_k)):
         kept = clean[n][mine].clone()  # type: ignore[index]
         dirty[n].fill_(math.nan)[mine] = kept  # type: ignore[union-attr]
-    found = gradients(label, dirty, options, device)
+    found = gradients(dirty, options, device)
     for new, old, mine, end in zip(found, wanted, (mine_q, mine_k, mine_k), (29, 30, 30), strict=True):
         assert torch.equal(new[mine], old[mine]) and old[mine].any()
         assert not new[end:].any() and not old[end:].any()
@@ -229,8 +202,7 @@ ROOM: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], None], str, int
 
 
 @pytest.mark.parametrize("name", ROOM)
-@each_kernel
-def test_fp16_has_room_for_what_gradients_are_summed_from(name: str, label: str, device: str) -> None:
+def test_fp16_has_room_for_what_gradients_are_summed_from(name: str, device: str) -> None:
     """Each row of a gradient is as right as fp16 can tell it, though its terms as they stand would be Inf or 0."""
     bend, judged, keys = ROOM[name]
     q, k, v = made(1, 7, keys, heads=1, width=128, dtype=torch.float16)
@@ -239,11 +211,9 @@ def test_fp16_has_room_for_what_gradients_are_summed_from(name: str, label: str,
     inputs = upstream(q, k, v, {}, {}, do)
     op = registry.op("attention_backward")
     wanted = truth_of(op, inputs, op.usual, False).oracle
-    for n, found in zip(op.out, gradients(label, inputs, {}, device), strict=True):
+    for n, found in zip(op.out, gradients(inputs, {}, device), strict=True):
         truth = wanted[n]
         assert truth is not None and truth.half().isfinite().all() and found.isfinite().all(), n
-        # The fused form tells dS once for dk and dq, by one power of 2 for all rows: small ones beside large ones are
-        # as right as the large ones.
-        if n in judged and not (label and name == "both" and n == "dq"):
+        if n in judged:
             error = (found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
             assert error.max() < 4e-3, (n, error)

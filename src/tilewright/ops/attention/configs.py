@@ -2,7 +2,7 @@
 device. Needs no compiler.
 
 Keys: `m` packed queries and `n` keys a tile; `parts` programs that share the keys of a tile; `tma` 1 where keys and
-values come through descriptors; `apart` 1 where warps specialise; warps and pipeline stages.
+values come through descriptors; warps and pipeline stages.
 """
 
 from __future__ import annotations
@@ -84,29 +84,33 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
     else:
         groups = not call.device.is_gpu or (90 <= call.device.sm < 120 and call.dropout_p == 0.0)
         wanted = {64: NARROW, 128: MIDDLE, 256: BROAD}[wide] if groups else OTHERS[wide]
+        if 2 * _tiles(call, 128, packed_heads(call)) <= call.device.multiprocessors:  # smaller ones are still too few
+            wanted = tuple(sorted(wanted, key=lambda shape: shape[0]))
         if rows <= 64:
             wanted = tuple((min(m, 64), n, 4 if m > 64 else warps, stages) for m, n, warps, stages in wanted)
     fitting = _fitting(call, wanted) or _fitting(call, (SMALLEST,))
     found: list[Config] = []
     for m, n, warps, stages in fitting:
-        for parts in _parts(call, m):
+        for parts in _parts(call, m, packed_heads(call), 2 if rows <= 16 else 1):
             for tma in (1, 0) if call.device.is_gpu and rows > 16 and by_descriptor(call) else (0,):
-                found.append(
-                    Config(m=m, n=n, parts=parts, tma=tma, apart=0, num_warps=warps, num_stages=stages)
-                )  # fmt: skip
+                found.append(Config(m=m, n=n, parts=parts, tma=tma, num_warps=warps, num_stages=stages))
     return tuple(dict.fromkeys(found))
 
 
-def _parts(call: Call, m: int) -> tuple[int, ...]:
-    """Into how many parts keys are cut, where tiles are too few to fill the device."""
-    q, pack = call.q, packed_heads(call)
+def _tiles(call: Call, m: int, pack: int) -> int:
+    """Of m packed queries."""
+    q, batch = call.q, power_of_2_at_least(call.q.shape[0]) if len(call.q.shape) == 4 else 1
+    groups: int = q.shape[-2] // pack
+    return max(1, power_of_2_at_least(q.shape[-3]) * pack // m) * groups * batch
+
+
+def _parts(call: Call, m: int, pack: int, resident: int) -> tuple[int, ...]:
+    """Into how many parts keys are cut, where tiles are too few for as many programs a multiprocessor."""
     keys = power_of_2_at_least(call.k.shape[-3])
     if "cu_seqlens_q" in call.tensors or keys < 2 * LEAST_KEYS:
         return (1,)
-    batch = power_of_2_at_least(q.shape[0])
-    tiles = max(1, power_of_2_at_least(q.shape[-3]) * pack // m) * (q.shape[-2] // pack) * batch
-    wanted = power_of_2_at_least(max(1, call.device.multiprocessors * 2 // tiles))
-    parts = min(wanted, keys // LEAST_KEYS, MOST_PARTS)
+    wanted = max(1, call.device.multiprocessors * resident // _tiles(call, m, pack))
+    parts = min(1 << wanted.bit_length() - 1, keys // LEAST_KEYS, MOST_PARTS)
     return (1,) if parts < 2 else (parts, max(1, parts // 2), 1) if parts > 2 else (1, 2)
 
 
@@ -148,7 +152,11 @@ HOPPER: dict[int, tuple[tuple[int, int, int], ...]] = {
 def hopper_configs(call: Call) -> tuple[Config, ...]:
     """Of that kernel: two warpgroups of 64 queries each."""
     wide = max(64, width_of(call.q), width_of(call.v))
-    return tuple(Config(m=128, n=n, stages=stages, registers=registers) for n, stages, registers in HOPPER[wide])
+    return tuple(
+        Config(m=128, n=n, parts=parts, stages=stages, registers=registers)
+        for n, stages, registers in HOPPER[wide]
+        for parts in _parts(call, 128, 1, 1)
+    )
 
 
 def for_hopper(call: Call) -> Iterable[Reason]:

@@ -4,7 +4,8 @@ al., 2024).
 One warp brings keys and values by hardware copies (TMA) into a ring of stages; two warpgroups of 64 queries each take
 them out. A warpgroup asks for the next product of queries and keys before the last one of weights and values is done,
 and while one is at its exponentials the other has the tensor cores. Blocks of keys are walked from the last to the
-first, so that a causal mask is met first.
+first, so that a causal mask is met first. Where tiles are too few to fill the device, PARTS programs share the keys of
+one, as in the plain kernel.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
+from tilewright.ops.attention.triton import DESCRIPTOR, merge, parted
 from tilewright.ops.attention.triton_tiles import place_of, seen_by
 
-DESCRIPTOR = 128
-"""Bytes of one."""
 WARPS = 4
 """Of a warpgroup."""
 LN2 = gl.constexpr(0.6931471805599453)
@@ -82,12 +82,12 @@ def turn(
 @gluon.jit
 def attend(
     half, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o, lse, prefix_kv_len, batch, row,
-    queries, keys, token_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
+    queries, keys, token_step, lse_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
     BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    PART: gl.constexpr, M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's M queries, from `row` on: their o and lse."""
+    """A warpgroup's M queries, from `row` on: their o and lse; of a PART of the keys, both as they are merged."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -130,14 +130,15 @@ def attend(
     total = warpgroup_mma_wait(0, deps=(total,))
 
     scale = gl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
-    gl.store(lse + query, (top + gl.log2(sums)) * LN2, mask=query < queries)  # -Inf where nothing was seen
+    level = top + gl.log2(sums)  # -Inf where nothing was seen
+    gl.store(lse + query * lse_step, level if PART else level * LN2, mask=query < queries)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, OUT))
     out_row = row + gl.arange(0, M, gl.SliceLayout(1, OUT))
     columns = gl.arange(0, DV, gl.SliceLayout(0, OUT))
     found = gl.where((scale == 0.0)[:, None], 0.0, total * scale[:, None])
     place = o + out_row.to(gl.int64)[:, None] * token_step + columns[None, :]
     there = (out_row < queries)[:, None]
-    gl.store(place, found.to(q_tile.dtype), mask=there if V_WIDTH == DV else there & (columns < V_WIDTH)[None, :])
+    gl.store(place, found.to(o.dtype.element_ty), mask=there if V_WIDTH == DV else there & (columns < V_WIDTH)[None, :])
 
 
 @gluon.jit
@@ -164,15 +165,17 @@ def attention_hopper(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     left, right, prefix_rows, prefix, count, rows, keys, tiles, heads, group, factor,
     BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
-    UNIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
-    V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    UNIT: gl.constexpr, PARTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o and lse of 2 M queries."""
+    """o and lse of 2 M queries; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
     unit = gl.to_tensor(UNIT).to(gl.int64)
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
     k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
     v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
     program = gl.program_id(0)
+    part = program % PARTS
+    program = program // PARTS
     # Tiles of one head follow each other, so that what runs at a time shares keys in the L2; the last ones, which see
     # the most, go first.
     slot = tiles.to(gl.int32) - 1 - program % tiles.to(gl.int32)
@@ -185,6 +188,7 @@ def attention_hopper(
     row = tile * (2 * M)
 
     # Keys [start, end) are seen by some query of the tile; of the blocks of them, those from `whole` to `edge` by all.
+    # Blocks are counted from `start` on, also where another part has the first of them.
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     query = row + gl.arange(0, 2 * M, ROWS)
     inside = query < queries
@@ -197,6 +201,15 @@ def attention_hopper(
     edge = gl.maximum(gl.minimum(edge // N, blocks - 1), 0)
     whole = gl.max(gl.where(inside, low, 0), 0) - start if LEFT else 0
     whole = gl.minimum(gl.maximum((whole + N - 1) // N, 0), edge) if LEFT else 0
+    if PARTS > 1:
+        share = (blocks + PARTS - 1) // PARTS
+        mine = gl.minimum(part * share, blocks)
+        blocks = gl.minimum(share, blocks - mine)
+        end = gl.where(blocks > 0, gl.minimum(end, start + (mine + blocks) * N), start)
+        start += mine * N
+        edge = gl.maximum(gl.minimum(edge - mine, blocks - 1), 0)
+        whole = gl.minimum(gl.maximum(whole - mine, 0), edge)
+        blocks = gl.maximum(blocks, 1)
 
     dtype: gl.constexpr = q.dtype.element_ty
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
@@ -219,12 +232,14 @@ def attention_hopper(
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
 
-    # Descriptors end where the sequence does, or what the tile sees: what lies behind is 0, and not read. That is where
-    # a tile begins that has no queries, or none that sees a key.
+    # Descriptors end where the sequence does, or what the tile sees: what lies behind is 0, and not read. Behind it
+    # begins a tile that has no queries, or none that sees a key, for its sequence may begin where the tensor ends.
     key_head = head // group
     lines, ends = gl.maximum(queries, 1), gl.maximum(end, 1)
     q_from = gl.where(queries > 0, row, lines)
-    start = gl.where(end > start, start, ends)
+    first_query = gl.where(queries > 0, first_query, 0)
+    first_key = gl.where(end > start, first_key, 0)
+    start = gl.where(end > start, start, gl.maximum(ends, there))
     q_at = tma.make_tensor_descriptor(
         q + batch * q_batch + first_query * q_row + head * q_head, [lines, WIDTH], [q_row, 1], [M, D], Q_TILE
     )
@@ -238,20 +253,25 @@ def attention_hopper(
     tma.async_copy_global_to_shared(q_at, [q_from, 0], q_full, q_tiles.index(0))
     tma.async_copy_global_to_shared(q_at, [q_from + M, 0], q_full, q_tiles.index(1))
 
-    o_at = o + ((batch * rows + first_query) * heads + head) * V_WIDTH
-    lse_at = lse + (batch * heads + head) * rows + first_query
-    token_step = heads * V_WIDTH
+    number = (batch * heads + head) * rows + first_query
+    if PARTS > 1:
+        number = number * PARTS + part
+        o_at, token_step = o + number * V_WIDTH, gl.to_tensor(PARTS * V_WIDTH).to(gl.int64)
+    else:
+        o_at, token_step = o + ((batch * rows + first_query) * heads + head) * V_WIDTH, heads * V_WIDTH
     gl.warp_specialize(
         [
             (attend, (
-                0, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse_at, prefix_kv_len,
-                batch, row, queries, there, token_step, left, right, prefix_rows, prefix, start, blocks, edge,
-                whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, M, N, DV, V_WIDTH, STAGES, WARPS,
+                0, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
+                prefix_kv_len, batch, row, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
+                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, PARTS > 1, M, N, DV,
+                V_WIDTH, STAGES, WARPS,
             )),
             (attend, (
-                1, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse_at, prefix_kv_len,
-                batch, row + M, queries, there, token_step, left, right, prefix_rows, prefix, start, blocks, edge,
-                whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, M, N, DV, V_WIDTH, STAGES, WARPS,
+                1, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
+                prefix_kv_len, batch, row + M, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
+                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, PARTS > 1, M, N, DV,
+                V_WIDTH, STAGES, WARPS,
             )),
             (bring, (k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N, STAGES)),
         ],
@@ -260,23 +280,27 @@ def attention_hopper(
     )  # fmt: skip
 
 
-def forward(call: Call, config: Config) -> Launch:
+def forward(call: Call, config: Config) -> Launch | list[Launch]:
     """o and lse."""
-    q, k, v = call.q, call.k, call.v
+    q, k, v, parts = call.q, call.k, call.v, config.parts
     batch = q.shape[0] if len(q.shape) == 4 else 1
     count, unit = arguments.tiles_of(call, config.m, 1), arguments.unit_of(q, k, v)
     masks = arguments.mask_arguments(call)
+    found: dict[str, Argument] = (
+        {"o": call.tensors["o"], "lse": call.tensors["lse"]} if parts == 1 else parted(call, parts)
+    )
     args: dict[str, Argument] = {
-        **{name: call.tensors[name] for name in ("q", "k", "v", "o", "lse")},
+        "q": q, "k": k, "v": v, **found,
         **arguments.strides(q, unit), **arguments.strides(k, unit), **arguments.strides(v, unit),
         **{name: value for name, value in masks.items() if not name.startswith("mask")},
         **arguments.heads_of(call), "tiles": count, "factor": arguments.number_arguments(call)["factor"],
     }  # fmt: skip
     constants = {
         **arguments.mask_constants(call), "NEGATIVE": scale_of(call.scale, q.columns) < 0.0, "UNIT": unit,
-        "M": config.m // 2, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns,
+        "PARTS": parts, "M": config.m // 2, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns,
         "V_WIDTH": v.columns, "STAGES": config.stages, "WARPS": WARPS, "REGISTERS": config.registers,
     }  # fmt: skip
-    programs = count * batch * q.shape[-2]
+    programs = count * batch * q.shape[-2] * parts
     workspace = Scratch("descriptors", (programs * 3 * DESCRIPTOR,), torch.uint8)
-    return Launch(attention_hopper, (programs, 1, 1), args, constants, {"num_warps": WARPS}, workspace=workspace)
+    made = Launch(attention_hopper, (programs, 1, 1), args, constants, {"num_warps": WARPS}, workspace=workspace)
+    return made if parts == 1 else [made, merge(call, parts, found)]

@@ -56,31 +56,19 @@ TRITON_KERNELS = [
     Kernel(
         op,
         "triton",
-        f"{_HERE}.triton_backward:{function}",
+        f"{_HERE}.triton_backward:backward",
         Capability(
             (cuda(80), hip("gfx942")),
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, *limits),
-            deterministic=deterministic,
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
         ),
-        found,
-        label=label,
+        backward_configs.backward_configs,
     )
     for op in ("attention_backward", "varlen_attention_backward")
-    for function, found, label, deterministic, limits in (
-        ("backward", backward_configs.backward_configs, "", True, ()),
-        (
-            "fused",
-            backward_configs.fused_configs,
-            "fused",
-            False,
-            (backward_configs.all_needed, backward_configs.contiguous_keys, backward_configs.no_tensor_memory),
-        ),
-    )
 ]
 
 HOPPER_KERNELS = [
     Kernel(
-        "attention",
+        op,
         "triton",
         f"{_HERE}.hopper:forward",
         Capability(
@@ -93,6 +81,7 @@ HOPPER_KERNELS = [
         label="hopper",
         preference=14,  # behind those of aten, before all others of ours
     )
+    for op in ("attention", "varlen_attention")
 ]
 
 TILELANG_KERNELS = [

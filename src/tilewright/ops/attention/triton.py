@@ -49,12 +49,12 @@ def walk(
     q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
     seed, offset, numbers, limit,
     MASKED: tl.constexpr, GAPS: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
-    APART: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score). GAPS: there may be
     some that no row sees; their values are put to 0, for 0 times NaN is NaN."""
-    for first in tl.range(start, stop, N, warp_specialize=APART):
+    for first in tl.range(start, stop, N):
         keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
         scores = tl.dot(q, keys.T, input_precision=PRECISION)
         if NEGATIVE:
@@ -99,7 +99,7 @@ def attention_forward(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, group, factor, limit, kept_scale,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    NEGATIVE: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
+    NEGATIVE: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
     UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -188,19 +188,19 @@ def attention_forward(
             total, sums, top = walk(
                 mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
                 k_row, v_row, drawn, offsets, numbers, limit,
-                True, PREFIX or DROPS, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+                True, PREFIX or DROPS, NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         total, sums, top = walk(
             mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
             k_row, v_row, drawn, offsets, numbers, limit,
-            False, False, NEGATIVE, DROPS, TMA, APART, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            False, False, NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     else:
         edge = start
     total, sums, top = walk(
         mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
         k_row, v_row, drawn, offsets, numbers, limit,
-        True, mask is not None or (LEFT and (PREFIX or DROPS)), NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH,
+        True, mask is not None or (LEFT and (PREFIX or DROPS)), NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH,
         PRECISION,
     )  # fmt: skip
 
@@ -230,8 +230,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     count, unit = arguments.tiles_of(call, config.m, pack), arguments.unit_of(q, k, v)
     tensors: dict[str, Argument] = {name: call.tensors[name] for name in ("q", "k", "v", "o", "lse", "state")}
     if parts > 1:
-        lines = batch * q.shape[-2] * q.shape[-3] * parts
-        tensors |= {"o": Scratch("part_o", (lines, v.columns)), "lse": Scratch("part_lse", (lines,))}
+        tensors |= parted(call, parts)
     drops = call.dropout_p > 0.0
     args: dict[str, Argument] = {
         **tensors,
@@ -242,7 +241,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     }  # fmt: skip
     constants = {
         **arguments.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
-        "TMA": bool(config.tma), "APART": bool(config.apart), "PACK": pack, "PARTS": parts,
+        "TMA": bool(config.tma), "PACK": pack, "PARTS": parts,
         "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
         "UNIT": unit, "PRECISION": precision(call),
     }  # fmt: skip
@@ -255,31 +254,40 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     return [made, merge(call, parts, tensors)]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "total"])
 def attention_merge(
-    part_o, part_lse, o, lse, rows, heads, v_width, PARTS: tl.constexpr, DV: tl.constexpr
+    part_o, part_lse, o, lse, rows, heads, total, v_width, PARTS: tl.constexpr, R: tl.constexpr, DV: tl.constexpr
 ):  # fmt: skip
-    """One row of o and of lse from those of its parts."""
-    number = tl.program_id(0).to(tl.int64)
-    parts, columns = tl.arange(0, PARTS), tl.arange(0, DV)
-    levels = tl.load(part_lse + number * PARTS + parts)
-    top = tl.max(levels, 0)
+    """R rows of o and of lse from those of their parts."""
+    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    parts, columns, inside = tl.arange(0, PARTS), tl.arange(0, DV), number < total
+    place = number[:, None] * PARTS + parts[None, :]
+    levels = tl.load(part_lse + place, mask=inside[:, None], other=0.0)
+    top = tl.max(levels, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.math.exp2(levels - base)
-    place = part_o + (number * PARTS + parts)[:, None] * v_width + columns[None, :]
-    values = tl.load(place, mask=(columns < v_width)[None, :], other=0.0)
-    total = tl.sum(weights, 0)
-    found = tl.sum(values * weights[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
-    tl.store(lse + number, (base + tl.math.log2(total)) * LN2)
+    weights = tl.math.exp2(levels - base[:, None])
+    there = inside[:, None] & (columns < v_width)[None, :]
+    values = tl.load(part_o + place[:, :, None] * v_width + columns[None, None, :], mask=there[:, None, :], other=0.0)
+    whole = tl.sum(weights, 1)
+    found = tl.sum(values * weights[:, :, None], 1) * tl.where(whole == 0.0, 0.0, 1.0 / whole)[:, None]
+    tl.store(lse + number, (base + tl.math.log2(whole)) * LN2, mask=inside)
     query, which = number % rows, number // rows
     token = which // heads * rows + query
-    out = o + (token * heads + which % heads) * v_width + columns
-    tl.store(out, found.to(o.dtype.element_ty), mask=columns < v_width)
+    out = o + ((token * heads + which % heads) * v_width)[:, None] + columns[None, :]
+    tl.store(out, found.to(o.dtype.element_ty), mask=there)
 
 
-def merge(call: Call, parts: int, tensors: dict[str, Argument]) -> Launch:
-    q, width = call.q, call.v.columns
-    args: dict[str, Argument] = {"part_o": tensors["o"], "part_lse": tensors["lse"], "o": call.o, "lse": call.lse}
-    args |= {"rows": q.shape[-3], "heads": q.shape[-2], "v_width": width}
-    constants = {"PARTS": parts, "DV": width_of(call.v)}
-    return Launch(attention_merge, (call.lse.numel, 1, 1), args, constants, {"num_warps": 4 if parts >= 16 else 1})
+def parted(call: Call, parts: int) -> dict[str, Argument]:
+    """o and lse of the parts of each row."""
+    lines = call.lse.numel * parts
+    return {"o": Scratch("part_o", (lines, call.v.columns)), "lse": Scratch("part_lse", (lines,))}
+
+
+def merge(call: Call, parts: int, found: dict[str, Argument]) -> Launch:
+    """The launch that makes o and lse of them: about 4096 numbers a program of four warps."""
+    q, wide, total = call.q, width_of(call.v), call.lse.numel
+    rows = max(1, 4096 // (parts * wide))
+    args: dict[str, Argument] = {"part_o": found["o"], "part_lse": found["lse"], "o": call.o, "lse": call.lse}
+    args |= {"rows": q.shape[-3], "heads": q.shape[-2], "total": total, "v_width": call.v.columns}
+    constants = {"PARTS": parts, "R": rows, "DV": wide}
+    return Launch(attention_merge, (-(-total // rows), 1, 1), args, constants, {"num_warps": 4})

@@ -4,7 +4,7 @@
 P (dP - delta + dlse) once more, in the two that follow. `attention_keys` has a tile of keys a program, which walks the
 queries of every head of their group; it works on S^T, so that P^T and dS^T are left operands as they come out of a
 product. `attention_queries` has a tile of queries, which walks keys. Tiles that a mask cuts are walked apart from those
-that it leaves whole. No sum depends on timing; in the fused form, `attention_keys` adds to dq in memory, in any order.
+that it leaves whole. No sum depends on timing.
 The programs are in `triton_backward_tiles` and `triton_backward_rows`.
 """
 
@@ -22,7 +22,7 @@ from tilewright.ops.attention.backward_configs import DELTA_ROWS
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton import DESCRIPTOR
-from tilewright.ops.attention.triton_backward_rows import attention_delta, attention_finish, attention_norms
+from tilewright.ops.attention.triton_backward_rows import attention_delta, attention_norms
 from tilewright.ops.attention.triton_backward_tiles import attention_keys, attention_queries
 from tilewright.ops.attention.triton_tiles import precision
 
@@ -30,24 +30,13 @@ from tilewright.ops.attention.triton_tiles import precision
 def backward(call: Call, config: Config) -> list[Launch]:
     """dq, dk, dv, as far as they are needed: three launches, of which two find P."""
     common = _Common(call)
-    stages = [*common.rows(None)]
+    stages = common.rows()
     if call.has("dk") or call.has("dv"):
-        stages.append(common.keys(config, None))
+        stages.append(common.keys(config))
     if call.has("dq"):
         tiles = arguments.tiles_of(call, config.q_m, 1)
         stages.append(common.launch(attention_queries, config, "q_", tiles, call.q.shape[-2], 2, dq=call.dq))
     return stages
-
-
-def fused(call: Call, config: Config) -> list[Launch]:
-    """The same, where P is found once, and dq is summed in memory in the order of arrival."""
-    common = _Common(call)
-    total = Scratch("dq_sum", (common.lines, width_of(call.q)))
-    args: dict[str, Argument] = {"dq_sum": total, "dq": call.dq, "scale": scale_of(call.scale, call.q.columns)}
-    args |= {"rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": common.lines}
-    constants = {"R": DELTA_ROWS, "D": width_of(call.q), "WIDTH": call.q.columns}
-    finish = Launch(attention_finish, (-(-common.lines // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4})
-    return [*common.rows(total), common.keys(config, total), finish]
 
 
 class _Common:
@@ -66,7 +55,7 @@ class _Common:
             "do": do, **_strides("do", do, self.unit), "stats": Scratch("stats", (3 if lifts else 2, apart)),
             "norms": self.norms, "apart": apart,
         }  # fmt: skip
-        self.widths = {"D": width_of(q), "DV": width_of(v), "V_WIDTH": v.columns, "UNIT": self.unit}
+        self.widths = {"DV": width_of(v), "V_WIDTH": v.columns, "UNIT": self.unit}
         drops = call.dropout_p > 0.0
         self.inputs: dict[str, Argument] = {
             **self.found, "q": q, "k": k, "v": v, "state": call.state if drops else None, "heads": q.shape[-2],
@@ -74,15 +63,15 @@ class _Common:
             **arguments.mask_arguments(call), **_numbers(call),
         }  # fmt: skip
         self.constants = {
-            **arguments.mask_constants(call), **self.widths, "DROPS": drops, "WIDTH": q.columns,
+            **arguments.mask_constants(call), **self.widths, "DROPS": drops, "D": width_of(q), "WIDTH": q.columns,
             "GROUP": arguments.heads_of(call)["group"], "PRECISION": precision(call),
         }  # fmt: skip
 
-    def rows(self, dq_sum: Scratch | None) -> list[Launch]:
+    def rows(self) -> list[Launch]:
         """What goes over rows first."""
         call, v = self.call, self.call.v
         args: dict[str, Argument] = {
-            **self.found, "o": call.o, "lse": call.lse, "dlse": call.dlse, "dq_sum": dq_sum,
+            **self.found, "o": call.o, "lse": call.lse, "dlse": call.dlse,
             **_strides("o", call.o, self.unit), **_row_strides("lse", call.lse), **_row_strides("dlse", call.dlse),
             "rows": call.q.shape[-3], "heads": call.q.shape[-2], "total": self.lines,
         }  # fmt: skip
@@ -92,24 +81,23 @@ class _Common:
             total = math.prod(self.norms.shape)
             args = {"v": v, "norms": self.norms, **arguments.strides(v, self.unit), "rows": v.shape[-3]}
             args |= {"heads": v.shape[-2], "total": total}
-            constants = {n: x for n, x in constants.items() if n != "D"}
             found.append(Launch(attention_norms, (-(-total // DELTA_ROWS), 1, 1), args, constants, {"num_warps": 4}))
         return found
 
-    def keys(self, config: Config, dq_sum: Scratch | None) -> Launch:
+    def keys(self, config: Config) -> Launch:
         call, n = self.call, config.k_n
         count = call.k.shape[-3]
         tiles = count // n + call.cu_seqlens_k.shape[0] if "cu_seqlens_k" in call.tensors else -(-count // n)
-        outputs: dict[str, Argument] = {"dk": call.dk, "dv": call.dv, "dq_sum": dq_sum}
-        return self.launch(attention_keys, config, "k_", tiles, call.k.shape[-2], 4, **outputs)
+        outputs: dict[str, Argument] = {"dk": call.dk, "dv": call.dv}
+        return self.launch(attention_keys, config, "k_", tiles, call.k.shape[-2], 2, **outputs)
 
     def launch(
         self, function: Any, config: Config, prefix: str, tiles: int, heads: int, descriptors: int, **outputs: Argument
     ) -> Launch:
         sizes = {"M": config[f"{prefix}m"], "N": config[f"{prefix}n"], "TMA": bool(config.tma)}
-        sizes["AHEAD"] = outputs.get("dq_sum") is None and bool(config[f"{prefix}ahead"])
-        if function is attention_keys:
-            sizes["JOINT"] = bool(config.k_joint)
+        if function is attention_keys:  # where products are of warp groups and read registers
+            device = self.call.device
+            sizes["JOINT"] = device.kind == "cuda" and 90 <= device.sm < 100 and self.call.q.dtype.itemsize == 2
         options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
         programs, workspace = tiles * self.batch * heads, None
         if config.tma:

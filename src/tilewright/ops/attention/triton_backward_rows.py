@@ -1,5 +1,5 @@
-"""The launches of attention's Triton gradients that go over rows, before and after those that go over tiles: what of
-a forward pass the tiles need, by which power of 2 score gradients are told in fp16, and dq as it is returned.
+"""The launches of attention's Triton gradients that go over rows, before those that go over tiles: what of a forward
+pass the tiles need, and by which power of 2 score gradients are told in fp16.
 
 A factor of a product is of half precision, and fp16 has neither the room for score gradients of large gradients nor
 for weights among many: gradients would be finite where their terms are not. So there weights are told in units of
@@ -27,13 +27,13 @@ ROOM = tl.constexpr(GRADIENT_BITS - WEIGHT_BITS)
 
 @triton.jit(do_not_specialize=["rows", "heads", "total", "apart"])
 def attention_delta(
-    do, o, lse, dlse, stats, norms, dq_sum, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
+    do, o, lse, dlse, stats, norms, do_batch, do_row, do_head, do_step, o_batch, o_row, o_head, o_step,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, rows, heads, total, apart,
-    R: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    R: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """stats[0] = lse, of half precision in powers of 2, and Inf where a row sees nothing, so that its weights are 0;
-    stats[1] = delta - dlse; with `norms` also stats[2] = |do|, these two 0 where a row sees nothing, whatever it holds.
-    dq_sum, where it is given, begins with 0."""
+    stats[1] = delta - dlse; with `norms` also stats[2] = |do|, these two 0 where a row sees nothing, whatever it
+    holds."""
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     mask = number < total
     row, which = number % rows, number // rows
@@ -64,9 +64,6 @@ def attention_delta(
     tl.store(stats + apart + number, tl.where(blind, 0.0, found), mask=mask)
     if norms is not None:
         tl.store(stats + 2 * apart + number, tl.where(blind, 0.0, tl.sqrt(squares)), mask=mask)
-    if dq_sum is not None:
-        at = dq_sum + number[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(at, tl.zeros([R, D], tl.float32), mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "total"])
@@ -104,17 +101,3 @@ def lifted(bound, ROOM: tl.constexpr):
     up = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     down = ((127 - exponent - FEWER) << 23).to(tl.float32, bitcast=True)
     return up, down
-
-
-@triton.jit(do_not_specialize=["rows", "heads", "total"])
-def attention_finish(
-    dq_sum, dq, scale, rows, heads, total, R: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """dq, from rows of heads to heads of rows."""
-    number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    columns = tl.arange(0, D)
-    mask = (number < total)[:, None] & (columns < WIDTH)[None, :]
-    found = tl.load(dq_sum + number[:, None] * D + columns[None, :], mask=mask, other=0.0)
-    row, which = number % rows, number // rows
-    token = (which // heads * rows + row) * heads + which % heads
-    tl.store(dq + token[:, None] * WIDTH + columns[None, :], (found * scale).to(dq.dtype.element_ty), mask=mask)

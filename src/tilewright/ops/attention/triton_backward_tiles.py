@@ -1,5 +1,5 @@
-"""The programs of attention's Triton gradients that own a tile: of keys, for dk and dv (and what they add to dq, in the
-fused form), or of queries, for dq. What they walk is in `triton_backward_walks`, how they are launched in
+"""The programs of attention's Triton gradients that own a tile: of keys, for dk and dv, or of
+queries, for dq. What they walk is in `triton_backward_walks`, how they are launched in
 `triton_backward`.
 """
 
@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.attention.triton_backward_rows import ROOM, WEIGHT_BITS, largest, lifted
-from tilewright.ops.attention.triton_backward_walks import (
-    tile_of,
-    walk_keys,
-    walk_keys_ahead,
-    walk_queries,
-    walk_queries_ahead,
-)
+from tilewright.ops.attention.triton_backward_walks import tile_of, walk_keys, walk_queries
 from tilewright.ops.attention.triton_tiles import place_of, seen_by, seers
 
 LEAST = tl.constexpr(2.0**-WEIGHT_BITS)
@@ -29,16 +23,16 @@ SPAN = tl.constexpr(1024)
     ]
 )  # fmt: skip
 def attention_keys(
-    do, q, k, v, stats, norms, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv, dq_sum,
+    do, q, k, v, stats, norms, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, mask, state, dk, dv,
     do_batch, do_row, do_head, do_step, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    JOINT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
+    JOINT: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys of one head. Where `dq_sum` is given, what they add to dq is added to it."""
+    """dk and dv of N keys of one head."""
     unit = tl.full((), UNIT, tl.int64)  # a stride that fits 32 bits may not when multiplied
     do_batch, do_row, do_head = do_batch * unit, do_row * unit, do_head * unit
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
@@ -62,13 +56,11 @@ def attention_keys(
     place = first + tl.arange(0, N)
     k_first = k + batch * k_batch + first_key * k_row + key_head * k_head
     v_first = v + batch * v_batch + first_key * v_row + key_head * v_head
-    mine = tile_of(k_first, 0, first, there, k_row, None, True, False, N, D, WIDTH)
-    values = tile_of(v_first, 0, first, there, v_row, None, True, False, N, DV, V_WIDTH)
+    mine = tile_of(k_first, 0, 0, first, there, k_row, None, True, False, N, D, WIDTH)
+    values = tile_of(v_first, 0, 0, first, there, v_row, None, True, False, N, DV, V_WIDTH)
     # Keys that nobody sees, before what the first query does or behind what the last does, may hold anything.
     lowest, _ = seen_by(first * 0, queries, there, batch, left, right, 0, prefix, None, BOTTOM, LEFT, RIGHT, False)
     _, highest = seen_by(queries - 1, queries, there, batch, left, right, 0, prefix, None, BOTTOM, LEFT, RIGHT, False)
-    if dq_sum is not None:  # which is a sum over these
-        mine = tl.where(((place >= lowest) & (place < highest))[:, None], mine, 0.0)
 
     # Queries [start, end) see some key of the tile, those of [whole, edge) all of them. Tiles are counted from `start`
     # on: those before see nothing, maybe not even another key, and may hold anything.
@@ -104,56 +96,39 @@ def attention_keys(
 
     dk_tile = tl.zeros([N, D], tl.float32)
     dv_tile = tl.zeros([N, DV], tl.float32)
+    first_query = tl.where(end > start, first_query, 0)  # a sequence without queries may begin where the tensor ends
     at_q = q + batch * q_batch + first_query * q_row + key_head * GROUP * q_head
     at_do = do
     if do is not None:
         at_do = do + batch * do_batch + first_query * do_row + key_head * GROUP * do_head
-    at_stats, at_sum = stats, dq_sum
     if TMA:
-        if dq_sum is not None:
-            at_sum = dq_sum + ((batch * heads + key_head * GROUP) * rows + first_query) * D
-            at_sum = tl.make_tensor_descriptor(
-                at_sum, [GROUP, tl.maximum(queries, 1), D], [rows.to(tl.int64) * D, D, 1], [1, M, D]
-            )
-        at_stats = tl.make_tensor_descriptor(stats, [(2 * apart).to(tl.int32)], [1], [M])
         lines = tl.maximum(end, 1)  # what lies behind them is 0
-        at_q = tl.make_tensor_descriptor(at_q, [GROUP, lines, WIDTH], [q_head, q_row, 1], [1, M, D])
+        q_step = q_row if GROUP == 1 else q_head  # of one head, the tensor's may be any
+        at_q = tl.make_tensor_descriptor(at_q, [GROUP, lines, WIDTH], [q_step, q_row, 1], [1, M, D])
         if do is not None:
-            at_do = tl.make_tensor_descriptor(at_do, [GROUP, lines, V_WIDTH], [do_head, do_row, 1], [1, M, DV])
+            head_step = do_row if GROUP == 1 else do_head
+            at_do = tl.make_tensor_descriptor(at_do, [GROUP, lines, V_WIDTH], [head_step, do_row, 1], [1, M, DV])
     CLEAN: tl.constexpr = mask is not None or (PREFIX and LEFT)
-    GIVES_K: tl.constexpr = dk is not None or dq_sum is not None
-    for which in tl.range(0, GROUP):
-        head = key_head * GROUP + which
-        number = (batch * heads + head) * rows + first_query
-        one_q = at_q
-        one_do = at_do  # each by itself: what is compiled takes no None in a tuple
-        at_mask = mask
-        if not TMA:
-            one_q = at_q + which * q_head
-            if do is not None:
-                one_do = at_do + which * do_head
-        if mask is not None:
-            at_mask = mask + batch * mask_batch + head * mask_head
-        if AHEAD and mask is None and not DROPS and do is not None and dk is not None and dv is not None:
-            dk_tile, dv_tile = walk_queries_ahead(
-                mine, values, one_q, one_do, which, at_stats, dk_tile, dv_tile, (edge - whole) // M, whole, end, factor,
-                q_row, do_row, do_step, number, apart, gain, up, TMA, M, D, DV, WIDTH, V_WIDTH, PRECISION,
-            )  # fmt: skip
-        elif mask is None:
-            dk_tile, dv_tile = walk_queries(
-                mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, (edge - whole) // M,
-                whole, 0, 0, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
-                at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first,
-                limit, gain, up, down, False, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
-                dv is not None and do is not None, JOINT, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
-            )  # fmt: skip
+    numbers = (batch * heads + key_head * GROUP) * rows + first_query
+    at_mask = mask
+    if mask is not None:
+        at_mask = mask + batch * mask_batch + key_head * GROUP * mask_head
+    else:
         dk_tile, dv_tile = walk_queries(
-            mine, values, one_q, one_do, at_sum, which, at_stats, dk_tile, dv_tile, cut,
-            start, before, edge, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
-            at_mask, mask_row, mask_step, factor, q_row, do_row, do_step, drawn, offsets, number, apart, first, limit,
-            gain, up, down, True, CLEAN, BOTTOM, LEFT, RIGHT, PREFIX, DROPS, GIVES_K,
-            dv is not None and do is not None, JOINT, TMA, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            mine, values, at_q, at_do, stats, dk_tile, dv_tile, (edge - whole) // M,
+            whole, 0, 0, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+            at_mask, mask_head, mask_row, mask_step, factor, q_head, q_row, do_head, do_row, do_step, drawn, offsets,
+            numbers, rows, apart, first, limit, gain, up, False, False, BOTTOM, LEFT, RIGHT, PREFIX, DROPS,
+            dk is not None, dv is not None and do is not None, JOINT, TMA, GROUP, M, N, D, DV, WIDTH, V_WIDTH,
+            PRECISION,
         )  # fmt: skip
+    dk_tile, dv_tile = walk_queries(
+        mine, values, at_q, at_do, stats, dk_tile, dv_tile, cut,
+        start, before, edge, end, queries, place, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+        at_mask, mask_head, mask_row, mask_step, factor, q_head, q_row, do_head, do_row, do_step, drawn, offsets,
+        numbers, rows, apart, first, limit, gain, up, True, CLEAN, BOTTOM, LEFT, RIGHT, PREFIX, DROPS,
+        dk is not None, dv is not None and do is not None, JOINT, TMA, GROUP, M, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+    )  # fmt: skip
 
     token = (batch * keys + first_key + place) * key_heads + key_head
     inside, real = (place < length)[:, None], (place < there)[:, None]  # no weight times NaN is not 0
@@ -187,7 +162,7 @@ def attention_queries(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, factor, limit, kept_scale, scale, apart,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    TMA: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of M queries of one head."""
@@ -209,11 +184,11 @@ def attention_queries(
     low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                         BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
     q_first = q + batch * q_batch + first_query * q_row + head * q_head
-    mine = tile_of(q_first, 0, begin, queries, q_row, None, True, False, M, D, WIDTH)
+    mine = tile_of(q_first, 0, 0, begin, queries, q_row, None, True, False, M, D, WIDTH)
     grad = None
     if do is not None:
         do_first = do + batch * do_batch + first_query * do_row + head * do_head
-        grad = tile_of(do_first, 0, begin, queries, do_row, do_step, True, False, M, DV, V_WIDTH)
+        grad = tile_of(do_first, 0, 0, begin, queries, do_row, do_step, True, False, M, DV, V_WIDTH)
     numbers = (batch * heads + head) * rows + first_query + query
     power = tl.load(stats + numbers, mask=inside, other=0.0)
     shift = tl.load(stats + apart + numbers, mask=inside, other=0.0)
@@ -237,6 +212,7 @@ def attention_queries(
     cut = before + tl.maximum(tl.cdiv(end - edge, N), 0)
 
     key_head = head // GROUP
+    first_key = tl.where(end > start, first_key, 0)  # a sequence without keys may begin where the tensor ends
     at_k = k + batch * k_batch + first_key * k_row + key_head * k_head
     at_v = v + batch * v_batch + first_key * v_row + key_head * v_head
     if TMA:
@@ -260,12 +236,7 @@ def attention_queries(
         gain = up * kept_scale if DROPS else up
 
     total = tl.zeros([M, D], tl.float32)
-    if AHEAD and mask is None and do is not None and not DROPS:
-        total = walk_keys_ahead(
-            mine, grad, power, shift, at_k, at_v, total, (edge - whole) // N, whole, end, factor, k_row, v_row, gain,
-            TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
-        )  # fmt: skip
-    elif mask is None:
+    if mask is None:
         total = walk_keys(
             mine, grad, power, shift, at_k, at_v, total, (edge - whole) // N, whole, 0, 0, end, low, high, inside,
             mask_rows, mask_step, factor, k_row, v_row, drawn, offsets, numbers, limit, gain,
