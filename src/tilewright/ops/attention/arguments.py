@@ -72,12 +72,18 @@ def mask_constants(call: Call) -> dict[str, bool]:
     }
 
 
+def sign_of(call: Call) -> int:
+    """Of the scale: -1, 0 or 1."""
+    scale = scale_of(call.scale, call.q.columns)
+    return (scale > 0.0) - (scale < 0.0)
+
+
 def number_arguments(call: Call) -> dict[str, Argument]:
-    """The factor of scores, in powers of 2 and without its sign, and what dropout needs."""
+    """What scores are multiplied by after `SIGN`, in powers of 2, and what dropout needs."""
     factor = scale_of(call.scale, call.q.columns)
     drops = call.dropout_p > 0.0
     return {
-        "factor": abs(factor) * LOG2E,
+        "factor": (abs(factor) or 1.0) * LOG2E,
         "limit": limit(call.dropout_p) if drops else 0,
         "kept_scale": scale(call.dropout_p) if drops else 1.0,
     }

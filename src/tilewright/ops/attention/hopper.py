@@ -25,7 +25,6 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import width_of
-from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton import DESCRIPTOR, merge, parted
 from tilewright.ops.attention.triton_tiles import place_of, seen_by
 
@@ -36,30 +35,26 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def soften(
-    scores, top, factor, first, low, high, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, N: gl.constexpr,
+    scores, top, factor, first, low, high, MASKED: gl.constexpr, SIGN: gl.constexpr, N: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """(weights before they are divided by their sum, the largest score, what the sums so far shrink by)."""
-    if NEGATIVE:
-        scores = -scores
+    if SIGN != 1:
+        scores *= SIGN
     if MASKED:
         key = first + gl.arange(0, N, gl.SliceLayout(0, SCORES))
-        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-        scores = gl.where(seen, scores * factor, float("-inf"))
-        new = gl.maximum(top, gl.max(scores, 1))
-        base = gl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
-        p = gl.exp2(scores - base[:, None])
-    else:
-        new = gl.maximum(top, gl.max(scores, 1) * factor)
-        base = gl.where(new == float("-inf"), 0.0, new)
-        p = gl.exp2(scores * factor - base[:, None])
-    return p, new, gl.exp2(top - base)
+        scores = gl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), scores, float("-inf"))
+    new = gl.maximum(top, gl.max(scores, 1))
+    base = gl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
+    # The difference first: of products of large scores the rounding would be more than the difference.
+    p = gl.exp2((scores - base[:, None]) * factor)
+    return p, new, gl.exp2((top - base) * factor)
 
 
 @gluon.jit
 def turn(
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, first, total, sums, top, weights, low, high,
-    factor, zero, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    factor, zero, MASKED: gl.constexpr, SIGN: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Scores of block `number` while the weights of the block before meet its values."""
@@ -70,7 +65,7 @@ def turn(
     total = warpgroup_mma(weights, v_ring.index(before), total, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(at), count=1)
-    p, top, shrink = soften(scores, top, factor, first, low, high, MASKED, NEGATIVE, N, SCORES)
+    p, top, shrink = soften(scores, top, factor, first, low, high, MASKED, SIGN, N, SCORES)
     sums = sums * shrink + gl.sum(p, 1)
     weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
     total, weights = warpgroup_mma_wait(0, deps=(total, weights))
@@ -83,7 +78,7 @@ def turn(
 def attend(
     half, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o, lse, prefix_kv_len, batch, row,
     queries, keys, token_step, lse_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
-    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
+    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, SIGN: gl.constexpr,
     PART: gl.constexpr, M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -105,24 +100,24 @@ def attend(
     scores = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, top, _ = soften(scores, top, factor, start + (blocks - 1) * N, low, high, True, NEGATIVE, N, SCORES)
+    p, top, _ = soften(scores, top, factor, start + (blocks - 1) * N, low, high, True, SIGN, N, SCORES)
     sums = gl.sum(p, 1)
     weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
     for number in range(1, blocks - edge):
         total, sums, top, weights = turn(
             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
-            total, sums, top, weights, low, high, factor, zero, True, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+            total, sums, top, weights, low, high, factor, zero, True, SIGN, N, STAGES, SCORES, OUT, WEIGHTS,
         )  # fmt: skip
     for number in range(blocks - edge, blocks - whole):
         total, sums, top, weights = turn(
             q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
-            total, sums, top, weights, low, high, factor, zero, False, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+            total, sums, top, weights, low, high, factor, zero, False, SIGN, N, STAGES, SCORES, OUT, WEIGHTS,
         )  # fmt: skip
     if LEFT:
         for number in range(blocks - whole, blocks):
             total, sums, top, weights = turn(
                 q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
-                total, sums, top, weights, low, high, factor, zero, True, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+                total, sums, top, weights, low, high, factor, zero, True, SIGN, N, STAGES, SCORES, OUT, WEIGHTS,
             )  # fmt: skip
     last = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((blocks - 1) // STAGES) & 1)
@@ -130,7 +125,7 @@ def attend(
     total = warpgroup_mma_wait(0, deps=(total,))
 
     scale = gl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
-    level = top + gl.log2(sums)  # -Inf where nothing was seen
+    level = top * factor + gl.log2(sums)  # -Inf where nothing was seen
     gl.store(lse + query * lse_step, level if PART else level * LN2, mask=query < queries)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, OUT))
     out_row = row + gl.arange(0, M, gl.SliceLayout(1, OUT))
@@ -164,7 +159,7 @@ def attention_hopper(
     q, k, v, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, o, lse,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     left, right, prefix_rows, prefix, count, rows, keys, tiles, heads, group, factor,
-    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
+    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, SIGN: gl.constexpr,
     UNIT: gl.constexpr, PARTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -264,13 +259,13 @@ def attention_hopper(
             (attend, (
                 0, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
                 prefix_kv_len, batch, row, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
-                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, PARTS > 1, M, N, DV,
+                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS > 1, M, N, DV,
                 V_WIDTH, STAGES, WARPS,
             )),
             (attend, (
                 1, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
                 prefix_kv_len, batch, row + M, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
-                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, PARTS > 1, M, N, DV,
+                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS > 1, M, N, DV,
                 V_WIDTH, STAGES, WARPS,
             )),
             (bring, (k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N, STAGES)),
@@ -296,7 +291,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
         **arguments.heads_of(call), "tiles": count, "factor": arguments.number_arguments(call)["factor"],
     }  # fmt: skip
     constants = {
-        **arguments.mask_constants(call), "NEGATIVE": scale_of(call.scale, q.columns) < 0.0, "UNIT": unit,
+        **arguments.mask_constants(call), "SIGN": arguments.sign_of(call), "UNIT": unit,
         "PARTS": parts, "M": config.m // 2, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns,
         "V_WIDTH": v.columns, "STAGES": config.stages, "WARPS": WARPS, "REGISTERS": config.registers,
     }  # fmt: skip

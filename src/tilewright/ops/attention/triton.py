@@ -1,8 +1,8 @@
 """How Triton runs attention and varlen_attention: one tile of queries a program, over its keys with an online softmax.
 
-Scores are kept in powers of 2, with the scale folded into the exponent. Keys that every row of a tile sees need no
-mask; those at the edges are walked apart. Where queries are few, PARTS programs share the keys of a tile, and a second
-kernel merges what they found. With TMA, keys and values come through descriptors that end where the sequence does.
+The scale is folded into the exponent. Keys that every row of a tile sees need no mask; those at the edges are walked
+apart. Where queries are few, PARTS programs share the keys of a tile, and a second kernel merges what they found. With
+TMA, keys and values come through descriptors that end where the sequence does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
-from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.attention.triton_tiles import kept, place_of, precision, seen_by
 
 DESCRIPTOR = 128
@@ -48,7 +47,7 @@ def tile_of(
 def walk(
     q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
     seed, offset, numbers, limit,
-    MASKED: tl.constexpr, GAPS: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, GAPS: tl.constexpr, SIGN: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,25 +56,22 @@ def walk(
     for first in tl.range(start, stop, N):
         keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
         scores = tl.dot(q, keys.T, input_precision=PRECISION)
-        if NEGATIVE:
-            scores = -scores
+        if SIGN != 1:
+            scores *= SIGN
         if MASKED:
             place = first + tl.arange(0, N)
             seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
             if mask_rows is not None:
                 where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
                 seen = seen & tl.load(where, mask=seen & mask_rows_there[:, None], other=0).to(tl.int1)
-            scores = tl.where(seen, scores * factor, float("-inf"))
+            scores = tl.where(seen, scores, float("-inf"))
             if GAPS:
                 used = tl.max(scores, 0) != float("-inf")
-            new = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
-            p = tl.math.exp2(scores - base[:, None])
-        else:
-            new = tl.maximum(top, tl.max(scores, 1) * factor)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.math.exp2(scores * factor - base[:, None])
-        shrink = tl.math.exp2(top - base)
+        new = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
+        # The difference first: of products of large scores the rounding would be more than the difference.
+        p = tl.math.exp2((scores - base[:, None]) * factor)
+        shrink = tl.math.exp2((top - base) * factor)
         sums = sums * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
         top = new
@@ -99,7 +95,7 @@ def attention_forward(
     mask_batch, mask_head, mask_row, mask_step, left, right, prefix_rows, prefix, count, rows, keys,
     tiles, heads, group, factor, limit, kept_scale,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
-    NEGATIVE: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
+    SIGN: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
     UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -188,19 +184,19 @@ def attention_forward(
             total, sums, top = walk(
                 mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
                 k_row, v_row, drawn, offsets, numbers, limit,
-                True, PREFIX or DROPS, NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+                True, PREFIX or DROPS, SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         total, sums, top = walk(
             mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
             k_row, v_row, drawn, offsets, numbers, limit,
-            False, False, NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            False, False, SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     else:
         edge = start
     total, sums, top = walk(
         mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
         k_row, v_row, drawn, offsets, numbers, limit,
-        True, mask is not None or (LEFT and (PREFIX or DROPS)), NEGATIVE, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH,
+        True, mask is not None or (LEFT and (PREFIX or DROPS)), SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH,
         PRECISION,
     )  # fmt: skip
 
@@ -208,7 +204,7 @@ def attention_forward(
     if DROPS:
         scale *= kept_scale
     total = tl.where((sums == 0.0)[:, None], 0.0, total * scale[:, None])
-    level = top + tl.math.log2(sums)  # -Inf where nothing was seen
+    level = top * factor + tl.math.log2(sums)  # -Inf where nothing was seen
     v_columns = tl.arange(0, DV)
     store = inside[:, None] if V_WIDTH == DV else inside[:, None] & (v_columns < V_WIDTH)[None, :]
     if PARTS > 1:
@@ -240,7 +236,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
         "tiles": count,
     }  # fmt: skip
     constants = {
-        **arguments.mask_constants(call), "DROPS": drops, "NEGATIVE": scale_of(call.scale, q.columns) < 0.0,
+        **arguments.mask_constants(call), "DROPS": drops, "SIGN": arguments.sign_of(call),
         "TMA": bool(config.tma), "PACK": pack, "PARTS": parts,
         "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
         "UNIT": unit, "PRECISION": precision(call),
