@@ -132,6 +132,7 @@ def forward(
         with T.Kernel(programs, threads=threads) as program:
             slot, unit_ = T.alloc_var("int32"), T.alloc_var("int32")
             batch, head = T.alloc_var(I64), T.alloc_var(I64)
+            begin = T.alloc_var(I64)  # of random numbers; of a constant 0 the compiler makes shifts of 32 bits
             low = T.alloc_var("int32")
             first, queries, there, shift, most = (
                 T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32"),
@@ -165,6 +166,9 @@ def forward(
             head = i64(T.truncmod(unit_, heads))
             first_query = T.int64(0)
             first_key = T.int64(0)
+            begin = T.int64(0)
+            if started:
+                begin = offset[0]
             if packed:
                 ends = T.alloc_local((3,), "int32")
                 find_sequence(ends, slot, cu_seqlens_q, (count, turns), m)
@@ -244,8 +248,7 @@ def forward(
                 for i, c in T.Parallel(m, dv):
                     total[i, c] *= before[i]
                 if drops:
-                    start_ = offset[0] if started else T.int64(0)
-                    draw(kept, c0, c1, c2, c3, (seed[0], start_, limit), number + i64(first), at)
+                    draw(kept, c0, c1, c2, c3, (seed[0], begin, limit), number + i64(first), at)
                     for i, j in T.Parallel(m, n):
                         if kept[i, j] == T.uint8(0):
                             scores[i, j] = T.float32(0)
