@@ -15,6 +15,7 @@ DENSE = (
     Workload("pi0.5 encoder, 968 tokens", 1, 968, sizes=(968, 8, 1, 256, 256)),
     Workload("pi0.5 action expert, 10 of 978", 1, 978, sizes=(10, 8, 1, 256, 256)),
     Workload("llama-3-8b decode, 32 sequences of 4096", 32, 4096, sizes=(1, 32, 8, 128, 128)),
+    Workload("llama-3-8b decode, one sequence of 32768", 1, 32768, sizes=(1, 32, 8, 128, 128)),
     Workload("vit-l, 32 images of 577 patches", 32, 577, sizes=(577, 16, 16, 64, 64)),
 )
 
@@ -22,5 +23,6 @@ PACKED = (
     Workload(
         "llama-3-8b training, 16 documents in 8192 tokens", 8192, 8192, sizes=(32, 8, 128, 128, 17), options=CAUSAL
     ),
+    Workload("2048 short documents in 65536 tokens", 65536, 65536, sizes=(16, 16, 64, 64, 2049), options=CAUSAL),
     Workload("recommender, 256 users in 32768 events", 32768, 32768, sizes=(4, 4, 64, 64, 257), options=CAUSAL),
 )
