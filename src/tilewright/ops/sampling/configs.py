@@ -115,13 +115,13 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
     probs: TensorFacts = call.probs
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
-    few = ((4096, 8, 1, 11), (2048, 8, 1, 11), (2048, 4, 1, 10), (4096, 16, 1, 11), (4096, 8, 0, 11))
-    many = ((4096, 8, 1, 11), (8192, 16, 1, 11), (8192, 8, 1, 10), (2048, 4, 1, 10), (8192, 16, 0, 11))
+    few = ((2048, 8, 1, 11), (4096, 16, 1, 11), (1024, 4, 1, 11), (4096, 8, 1, 11), (2048, 8, 0, 11))
+    many = ((4096, 16, 1, 11), (2048, 8, 1, 11), (8192, 16, 1, 11), (4096, 8, 1, 11), (4096, 16, 0, 11))
     found = []
     for block, warps, tail, bins in few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many:
         block = min(width, max(block, least))
         tail = tail if call.device.kind != "hip" else 0
-        found.append(Config(block=block, num_warps=max(warps, block // 1024), tail=tail, width=bins, room=2048))
+        found.append(Config(block=block, num_warps=max(warps, block // 1024), tail=tail, width=bins, room=1024))
     return tuple(dict.fromkeys(found))
 
 

@@ -179,7 +179,7 @@ def least_of(key, amount, want):
 @triton.jit
 def least_in_row(
     probs, row, probs_stride, probs_outer, probs_count, total_columns, top, low, high, want,
-    MASS: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    MASS: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The same, of the row's keys from `low` to `high`, read again each turn: where more are alike than there is room
     for."""
@@ -188,8 +188,8 @@ def least_in_row(
         found = tl.full([], 0, tl.int64)
         above = tl.full([], (1 << 63) - 1, tl.int64)
         below = tl.full([], -1, tl.int64)
-        for start in tl.range(0, total_columns, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
+        for start in tl.range(0, total_columns, CHUNK):
+            columns = start + tl.arange(0, CHUNK)
             inside = columns < total_columns
             bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
             key = keys(bits, columns, inside, INDEX)
@@ -206,6 +206,45 @@ def least_in_row(
 
 
 @triton.jit
+def from_room(
+    room, masses, row, blocks, gathered, want, top,
+    MASS: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The least key that is kept, of those in the room; masses of these are added to those of their blocks."""
+    spot = tl.arange(0, ROOM)
+    key = tl.load(room + row * ROOM + spot, mask=spot < gathered, other=-1, cache_modifier=".cg")
+    bits = (tl.maximum(key, 0) >> INDEX).to(tl.int32)
+    kept_from = least_of(key, weight(bits, top, MASS, UNIT), want)
+    block = ((1 << INDEX) - 1 - (key & ((1 << INDEX) - 1))) // BLOCK
+    stays = (key >= 0) & (key >= kept_from)
+    tl.atomic_add(masses + row * blocks + block, mass(bits, top, UNIT), mask=stays, sem="relaxed")
+    return kept_from
+
+
+@triton.jit
+def from_row(
+    probs, masses, row, probs_stride, probs_outer, probs_count, total_columns, blocks, top, low, high, want,
+    MASS: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same, of the row's keys from `low` to `high`; masses of all blocks are written anew."""
+    CHUNK: tl.constexpr = BLOCK if BLOCK < 1024 else 1024  # of more, keys and masses take too many registers
+    kept_from = least_in_row(
+        probs, row, probs_stride, probs_outer, probs_count, total_columns, top, low, high, want, MASS, INDEX, UNIT,
+        CHUNK,
+    )  # fmt: skip
+    for block in tl.range(0, blocks):
+        total = tl.full([], 0, tl.int64)
+        for part in tl.range(0, BLOCK // CHUNK):
+            columns = tl.cast(block, tl.int64) * BLOCK + part * CHUNK + tl.arange(0, CHUNK)
+            inside = columns < total_columns
+            bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+            stays = keys(bits, columns, inside, INDEX) >= kept_from
+            total += tl.sum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
+        tl.store(masses + row * blocks + block, total)
+    return kept_from
+
+
+@triton.jit
 def finish(
     probs, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count,
     total_columns, blocks, top, least, shift, good,
@@ -219,27 +258,14 @@ def finish(
     kept_from = tl.full([], 0, tl.int64)
     if bin_ < (1 << WIDTH):
         if gathered <= ROOM:
-            spot = tl.arange(0, ROOM)
-            key = tl.load(room + row * ROOM + spot, mask=spot < gathered, other=-1, cache_modifier=".cg")
-            bits = (tl.maximum(key, 0) >> INDEX).to(tl.int32)
-            kept_from = least_of(key, weight(bits, top, MASS, UNIT), want)
-            block = ((1 << INDEX) - 1 - (key & ((1 << INDEX) - 1))) // BLOCK
-            stays = (key >= 0) & (key >= kept_from)
-            tl.atomic_add(masses + row * blocks + block, mass(bits, top, UNIT), mask=stays, sem="relaxed")
+            kept_from = from_room(room, masses, row, blocks, gathered, want, top, MASS, ROOM, INDEX, UNIT, BLOCK)
         else:
             highest = top.to(tl.int64) - (bin_ << shift)
             lowest = tl.maximum(highest - (tl.full([], 1, tl.int64) << shift) + 1, least)
-            kept_from = least_in_row(
-                probs, row, probs_stride, probs_outer, probs_count, total_columns, top, lowest << INDEX,
+            kept_from = from_row(
+                probs, masses, row, probs_stride, probs_outer, probs_count, total_columns, blocks, top, lowest << INDEX,
                 (highest << INDEX) | ((1 << INDEX) - 1), want, MASS, INDEX, UNIT, BLOCK,
             )  # fmt: skip
-            for block in tl.range(0, blocks):
-                columns = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-                inside = columns < total_columns
-                bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
-                stays = keys(bits, columns, inside, INDEX) >= kept_from
-                total = tl.sum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
-                tl.store(masses + row * blocks + block, total)
     if ids is None:
         tl.store(bounds + row * 2 + 1, kept_from)
     else:
@@ -276,17 +302,15 @@ def gather(
     top, least, shift, _k, _p, good = ranges(
         peaks, sums, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
-    bin_ = tl.load(picked + row * 2)
-    own = ((top - bits) >> shift).to(tl.int64)
-    above = inside & ((bin_ >= (1 << WIDTH)) | ((own < bin_) & (bits >= least)))
-    amount = mass(bits, top, UNIT)
-    tl.store(masses + row * blocks + block, tl.sum(tl.where(above, amount, 0), axis=0))
-    found = inside & (own == bin_) & (bits >= least)
-    order = tl.cumsum(found.to(tl.int32), axis=0)
+    bin_ = tl.load(picked + row * 2).to(tl.int32)
+    own = tl.where(inside & (bits >= least), (top - bits) >> shift, 1 << WIDTH)
+    above = (own < bin_) | (bin_ == (1 << WIDTH))
+    tl.store(masses + row * blocks + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0), axis=0))
+    found = (own == bin_) & (bin_ < (1 << WIDTH))
     some = tl.sum(found.to(tl.int32), axis=0)
     if some > 0:
         start = tl.atomic_add(tickets + row * TICKETS + 2, some, sem="relaxed")
-        spot = start + order - 1
+        spot = start + tl.cumsum(found.to(tl.int32), axis=0) - 1
         key = keys(bits, columns, inside, INDEX)
         tl.store(room + row * ROOM + spot, key, mask=found & (spot < ROOM))
     if TAIL:
