@@ -121,7 +121,8 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
     for block, warps, tail, bins in few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many:
         block = min(width, max(block, least))
         tail = tail if call.device.kind != "hip" else 0
-        found.append(Config(block=block, num_warps=max(warps, block // 1024), tail=tail, width=bins, room=1024))
+        bins = min(bins, width.bit_length() - 1)
+        found.append(Config(block=block, num_warps=warps, tail=tail, width=bins, room=min(width, 1024)))
     return tuple(dict.fromkeys(found))
 
 

@@ -17,7 +17,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.sampling.configs import by_p
 from tilewright.ops.sampling.selection import unit_bits
-from tilewright.ops.sampling.triton_draw import write
+from tilewright.ops.sampling.triton_draw import shares
 from tilewright.ops.sampling.triton_select import (
     HIGHEST,
     LARGEST,
@@ -29,31 +29,40 @@ from tilewright.ops.sampling.triton_select import (
     place,
     read,
     share_of,
-    top_of,
 )
 from tilewright.ops.triton_rows import row_places
 
-TICKETS = tl.constexpr(4)
-"""Counters of a row: programs that have sifted, programs that have gathered, keys in its room; one is spare."""
+ENDS = tl.constexpr(8)
+"""What of a row there is one of: the bin that is reached, what of it is wanted (later: the least key that is kept),
+programs that have sifted, programs that have gathered, keys in the room."""
+SIFTED, GATHERED, TAKEN = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+
+
+@triton.jit
+def record_of(space, row, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr):
+    """What is kept of a row, in one piece of memory, all int64: ends; by blocks, marks (the largest bits above the sum
+    of the block, roughly), totals and masses; the room; counts by bins. A call allocates once, not eight times."""
+    return space + row * (ENDS + 3 * PARTS + ROOM + (1 << WIDTH))
 
 
 @triton.jit
 def scan(
-    probs, peaks, sums, counts, tickets, probs_stride, probs_outer, probs_count, total_columns,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    probs, space, probs_stride, probs_outer, probs_count, total_columns,
+    WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest bits of each block, LARGEST where something in it is no probability, and the block's sum, roughly.
-    Counts and tickets begin at 0."""
+    """Marks of each block: LARGEST, where something in it is no probability. Counts and tickets begin at 0."""
     row, block, columns, inside = place(total_columns, BLOCK)
+    base = record_of(space, row, WIDTH, ROOM, PARTS)
     bits, bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
-    blocks = tl.cdiv(total_columns, BLOCK)
-    tl.store(peaks + row * blocks + block, tl.max(tl.where(bad, LARGEST, bits), axis=0))
-    tl.store(sums + row * blocks + block, tl.sum(bits.to(tl.float32, bitcast=True), axis=0))
-    for start in tl.range(block * BLOCK, 1 << WIDTH, blocks * BLOCK):
+    peak = tl.max(tl.where(bad, LARGEST, bits), axis=0).to(tl.int64)
+    total = tl.sum(bits.to(tl.float32, bitcast=True), axis=0).to(tl.int32, bitcast=True)
+    tl.store(base + ENDS + block, (peak << 32) | total.to(tl.int64))
+    counts = base + ENDS + 3 * PARTS + ROOM
+    for start in tl.range(block * BLOCK, 1 << WIDTH, tl.cdiv(total_columns, BLOCK) * BLOCK):
         cell = start + tl.arange(0, BLOCK)
-        tl.store(counts + (row << WIDTH) + cell, tl.zeros([BLOCK], tl.int64), mask=cell < (1 << WIDTH))
+        tl.store(counts + cell, tl.zeros([BLOCK], tl.int64), mask=cell < (1 << WIDTH))
     if block == 0:
-        tl.store(tickets + row * TICKETS + tl.arange(0, TICKETS), tl.zeros([TICKETS], tl.int32))
+        tl.store(base + tl.arange(0, ENDS), tl.zeros([ENDS], tl.int64))
 
 
 @triton.jit
@@ -66,7 +75,7 @@ def weight(bits, top, MASS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def ranges(
-    peaks, sums, row_k, row_p, row, top_k, top_p, total_columns, blocks,
+    base, row_k, row_p, row, top_k, top_p, total_columns, blocks,
     MASS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of a row: bits of the largest, the least bits that are counted, how many bits a bin has (as a shift), k, p, and
@@ -76,12 +85,13 @@ def ranges(
     A 32nd is taken off for the rounding of the sum, of masses and of the share; an infinite sum leaves all in.
     """
     k, p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
-    top = top_of(peaks, row, blocks, PARTS)
+    part = tl.arange(0, PARTS)
+    marks = tl.load(base + ENDS + part, mask=part < blocks, other=0)
+    top = (tl.max(marks, axis=0) >> 32).to(tl.int32)
     good = good & (top > 0) & (top < LARGEST)
     least = tl.full([], 1, tl.int32)
     if MASS:
-        part = tl.arange(0, PARTS)
-        total = tl.sum(tl.load(sums + row * blocks + part, mask=part < blocks, other=0.0), axis=0)
+        total = tl.sum((marks & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), axis=0)
         bound = (1.0 - tl.maximum(p, 0.0)) * 0.96875 * total / tl.cast(total_columns, tl.float32)
         bound = tl.where(bound < float("inf"), bound, 0.0)
         least = tl.minimum(tl.maximum(bound.to(tl.int32, bitcast=True), 1), top)
@@ -94,68 +104,67 @@ def ranges(
 
 @triton.jit
 def find_bin(
-    counts, totals, picked, row, blocks, k, p, good,
-    MASS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    base, blocks, k, p, good, MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr
+):
     """The bin in which k or p is reached, and what of it is wanted; a bin behind all where everything is kept."""
     part = tl.arange(0, PARTS)
-    every = tl.load(totals + row * blocks + part, mask=part < blocks, other=0, cache_modifier=".cg")
+    every = tl.load(base + ENDS + PARTS + part, mask=part < blocks, other=0, cache_modifier=".cg")
     total = tl.sum(every, axis=0)
     if MASS:
         want, all_kept = share_of(total, p), p >= 1.0
     else:
         want, all_kept = k.to(tl.int64), k >= total
-    place_ = tl.arange(0, 1 << WIDTH)
-    found = tl.load(counts + (row << WIDTH) + place_, cache_modifier=".cg")
+    cell = tl.arange(0, 1 << WIDTH)
+    found = tl.load(base + ENDS + 3 * PARTS + ROOM + cell, cache_modifier=".cg")
     reached = tl.sum(tl.where(tl.cumsum(found, axis=0) < want, 1, 0), axis=0)
-    above = tl.sum(tl.where(place_ < reached, found, 0), axis=0)
+    above = tl.sum(tl.where(cell < reached, found, 0), axis=0)
     reached = tl.where(all_kept | (good == 0), 1 << WIDTH, reached)
-    tl.store(picked + row * 2, reached.to(tl.int64))
-    tl.store(picked + row * 2 + 1, want - above)
+    tl.store(base, reached.to(tl.int64))
+    tl.store(base + 1, want - above)
 
 
 @triton.jit
-def last_of_row(tickets, row, blocks, WHICH: tl.constexpr):
+def last_of_row(ticket, blocks):
     """Whether this program is the last of its row to come here: then it sees what all others have stored before."""
     tl.debug_barrier()  # what other threads of this program stored comes before the ticket, too
-    taken = tl.atomic_add(tickets + row * TICKETS + WHICH, 1, sem="acq_rel", scope="gpu")
-    return taken == blocks - 1
+    return tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == blocks - 1
 
 
 @triton.jit
 def sift(
-    probs, peaks, sums, counts, totals, picked, tickets, row_k, row_p, probs_stride, probs_outer, probs_count,
-    top_k, top_p, total_columns,
-    MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    probs, space, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts, or masses, of a row by bins, and of each block in all. TAIL: the last program finds the bin."""
     row, block, columns, inside = place(total_columns, BLOCK)
-    blocks = tl.cdiv(total_columns, BLOCK)
+    base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
     top, least, shift, k, p, good = ranges(
-        peaks, sums, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     amount = weight(bits, top, MASS, UNIT)
-    tl.store(totals + row * blocks + block, tl.sum(amount, axis=0))
+    tl.store(base + ENDS + PARTS + block, tl.sum(amount, axis=0))
     counted = (bits >= least) & (amount > 0) & good
-    tl.atomic_add(counts + (row << WIDTH) + ((top - bits) >> shift), amount, mask=counted, sem="relaxed")
+    cells = base + ENDS + 3 * PARTS + ROOM + ((top - bits) >> shift)
+    tl.atomic_add(cells, amount, mask=counted, sem="relaxed")
     if TAIL:
-        if last_of_row(tickets, row, blocks, 0):
-            find_bin(counts, totals, picked, row, blocks, k, p, good, MASS, WIDTH, PARTS)
+        if last_of_row(base + SIFTED, blocks):
+            find_bin(base, blocks, k, p, good, MASS, WIDTH, ROOM, PARTS)
 
 
 @triton.jit
 def find_bins(
-    peaks, sums, counts, totals, picked, row_k, row_p, top_k, top_p, total_columns, blocks,
-    MASS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    space, row_k, row_p, top_k, top_p, total_columns, blocks,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
-    k, p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
-    top = top_of(peaks, row, blocks, PARTS)
-    good = good & (top > 0) & (top < LARGEST)
-    find_bin(counts, totals, picked, row, blocks, k, p, good, MASS, WIDTH, PARTS)
+    base = record_of(space, row, WIDTH, ROOM, PARTS)
+    _top, _least, _shift, k, p, good = ranges(
+        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+    )  # fmt: skip
+    find_bin(base, blocks, k, p, good, MASS, WIDTH, ROOM, PARTS)
 
 
 @triton.jit
@@ -207,17 +216,18 @@ def least_in_row(
 
 @triton.jit
 def from_room(
-    room, masses, row, blocks, gathered, want, top,
-    MASS: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    base, gathered, want, top,
+    MASS: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The least key that is kept, of those in the room; masses of these are added to those of their blocks."""
     spot = tl.arange(0, ROOM)
-    key = tl.load(room + row * ROOM + spot, mask=spot < gathered, other=-1, cache_modifier=".cg")
+    key = tl.load(base + ENDS + 3 * PARTS + spot, mask=spot < gathered, other=-1, cache_modifier=".cg")
     bits = (tl.maximum(key, 0) >> INDEX).to(tl.int32)
     kept_from = least_of(key, weight(bits, top, MASS, UNIT), want)
     block = ((1 << INDEX) - 1 - (key & ((1 << INDEX) - 1))) // BLOCK
     stays = (key >= 0) & (key >= kept_from)
-    tl.atomic_add(masses + row * blocks + block, mass(bits, top, UNIT), mask=stays, sem="relaxed")
+    tl.atomic_add(base + ENDS + 2 * PARTS + block, mass(bits, top, UNIT), mask=stays, sem="relaxed")
     return kept_from
 
 
@@ -240,38 +250,40 @@ def from_row(
             bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
             stays = keys(bits, columns, inside, INDEX) >= kept_from
             total += tl.sum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
-        tl.store(masses + row * blocks + block, total)
+        tl.store(masses + block, total)
     return kept_from
 
 
 @triton.jit
 def finish(
-    probs, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count,
-    total_columns, blocks, top, least, shift, good,
+    probs, base, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count, total_columns, blocks,
+    top, least, shift, good,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a row: the least key that is kept, masses of all blocks with those of its bin, and the token that is drawn."""
-    bin_ = tl.load(picked + row * 2, cache_modifier=".cg")
-    want = tl.load(picked + row * 2 + 1, cache_modifier=".cg")
-    gathered = tl.load(tickets + row * TICKETS + 2, cache_modifier=".cg")
+    reached = tl.load(base, cache_modifier=".cg")
+    want = tl.load(base + 1, cache_modifier=".cg")
+    gathered = tl.load(base + TAKEN, cache_modifier=".cg")
+    masses = base + ENDS + 2 * PARTS
     kept_from = tl.full([], 0, tl.int64)
-    if bin_ < (1 << WIDTH):
+    if reached < (1 << WIDTH):
         if gathered <= ROOM:
-            kept_from = from_room(room, masses, row, blocks, gathered, want, top, MASS, ROOM, INDEX, UNIT, BLOCK)
+            kept_from = from_room(base, gathered, want, top, MASS, ROOM, INDEX, UNIT, PARTS, BLOCK)
         else:
-            highest = top.to(tl.int64) - (bin_ << shift)
+            highest = top.to(tl.int64) - (reached << shift)
             lowest = tl.maximum(highest - (tl.full([], 1, tl.int64) << shift) + 1, least)
             kept_from = from_row(
                 probs, masses, row, probs_stride, probs_outer, probs_count, total_columns, blocks, top, lowest << INDEX,
                 (highest << INDEX) | ((1 << INDEX) - 1), want, MASS, INDEX, UNIT, BLOCK,
             )  # fmt: skip
     if ids is None:
-        tl.store(bounds + row * 2 + 1, kept_from)
+        tl.debug_barrier()  # all threads have read what was wanted
+        tl.store(base + 1, kept_from)
     else:
         tl.debug_barrier()  # masses are read by other threads than wrote them
         part = tl.arange(0, PARTS)
-        every = tl.load(masses + row * blocks + part, mask=part < blocks, other=0, cache_modifier=".cg")
+        every = tl.load(masses + part, mask=part < blocks, other=0, cache_modifier=".cg")
         spot = part_of(tl.sum(every, axis=0), draw_word(seed, offset, row))
         before = tl.cumsum(every, axis=0) - every
         hit = (before <= spot) & (spot < before + every)
@@ -281,64 +293,83 @@ def finish(
         inside = columns < total_columns
         bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
         stays = keys(bits, columns, inside, INDEX) >= kept_from
-        reached = tl.cumsum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
-        token = drawn * BLOCK + tl.sum(tl.where(reached <= spot, 1, 0), axis=0)
+        passed = tl.cumsum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
+        token = drawn * BLOCK + tl.sum(tl.where(passed <= spot, 1, 0), axis=0)
         tl.store(ids + row, tl.where(good, token, -1).to(tl.int32))
         tl.store(valid + row, good)
 
 
 @triton.jit
 def gather(
-    probs, peaks, sums, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row_k, row_p,
-    probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    probs, space, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
+    total_columns,
     MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr,
     UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys of the bin that was found go where there is room for them, in any order; the mass of all bins above it is
     added up for each block. TAIL: the last program of a row finishes it."""
     row, block, columns, inside = place(total_columns, BLOCK)
-    blocks = tl.cdiv(total_columns, BLOCK)
+    base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
     top, least, shift, _k, _p, good = ranges(
-        peaks, sums, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
-    bin_ = tl.load(picked + row * 2).to(tl.int32)
+    reached = tl.load(base).to(tl.int32)
     own = tl.where(inside & (bits >= least), (top - bits) >> shift, 1 << WIDTH)
-    above = (own < bin_) | (bin_ == (1 << WIDTH))
-    tl.store(masses + row * blocks + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0), axis=0))
-    found = (own == bin_) & (bin_ < (1 << WIDTH))
+    above = (own < reached) | (reached == (1 << WIDTH))
+    tl.store(base + ENDS + 2 * PARTS + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0), axis=0))
+    found = (own == reached) & (reached < (1 << WIDTH))
     some = tl.sum(found.to(tl.int32), axis=0)
     if some > 0:
-        start = tl.atomic_add(tickets + row * TICKETS + 2, some, sem="relaxed")
+        start = tl.atomic_add(base + TAKEN, some.to(tl.int64), sem="relaxed")
         spot = start + tl.cumsum(found.to(tl.int32), axis=0) - 1
         key = keys(bits, columns, inside, INDEX)
-        tl.store(room + row * ROOM + spot, key, mask=found & (spot < ROOM))
+        tl.store(base + ENDS + 3 * PARTS + spot, key, mask=found & (spot < ROOM))
     if TAIL:
-        if last_of_row(tickets, row, blocks, 1):
+        if last_of_row(base + GATHERED, blocks):
             finish(
-                probs, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row, probs_stride, probs_outer,
-                probs_count, total_columns, blocks, top, least, shift, good, MASS, WIDTH, ROOM, INDEX, UNIT, PARTS,
-                BLOCK,
+                probs, base, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count, total_columns,
+                blocks, top, least, shift, good, MASS, WIDTH, ROOM, INDEX, UNIT, PARTS, BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
 def finish_rows(
-    probs, peaks, sums, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row_k, row_p,
-    probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    probs, space, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
+    total_columns,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(total_columns, BLOCK)
+    base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     top, least, shift, _k, _p, good = ranges(
-        peaks, sums, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     finish(
-        probs, room, masses, picked, tickets, bounds, ids, valid, seed, offset, row, probs_stride, probs_outer,
-        probs_count, total_columns, blocks, top, least, shift, good, MASS, WIDTH, ROOM, INDEX, UNIT, PARTS, BLOCK,
+        probs, base, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count, total_columns, blocks,
+        top, least, shift, good, MASS, WIDTH, ROOM, INDEX, UNIT, PARTS, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def write(
+    probs, space, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Probabilities that are kept, over the sum of their masses."""
+    row, _, columns, inside = place(total_columns, BLOCK)
+    base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
+    bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    top, _least, _shift, _k, _p, good = ranges(
+        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+    )  # fmt: skip
+    part = tl.arange(0, PARTS)
+    total = tl.sum(tl.load(base + ENDS + 2 * PARTS + part, mask=part < blocks, other=0), axis=0)
+    kept = keys(bits, columns, inside, INDEX) >= tl.load(base + 1)
+    share = shares(bits, kept, total, top, good, UNIT)
+    tl.store(y + row * total_columns + columns, share.to(y.dtype.element_ty), mask=inside)
 
 
 def renorm(call: Call, config: Config) -> tuple[Launch, ...]:
@@ -358,41 +389,28 @@ def _found(call: Call, config: Config, drawn: dict[str, Argument] | None) -> tup
     probs: TensorFacts = call.probs
     rows, columns = probs.rows, probs.columns
     blocks = triton.cdiv(columns, config.block)
-    scratch = {
-        name: Scratch(name, (rows, size), dtype)
-        for name, size, dtype in (
-            ("peaks", blocks, torch.int32), ("sums", blocks, torch.float32), ("counts", 1 << config.width, torch.int64),
-            ("totals", blocks, torch.int64), ("picked", 2, torch.int64), ("tickets", TICKETS.value, torch.int32),
-            ("room", config.room, torch.int64), ("masses", blocks, torch.int64), ("bounds", 2, torch.int64),
-        )
-    }  # fmt: skip
-    numbers: dict[str, Argument] = {"row_k": call.row_k, "row_p": call.row_p}
+    parts = triton.next_power_of_2(blocks)
+    space = Scratch("space", (rows, ENDS.value + 3 * parts + config.room + (1 << config.width)), torch.int64)
+    where: dict[str, Argument] = {"probs": probs, **row_places("probs", probs), "total_columns": columns}
+    numbers: dict[str, Argument] = {"space": space, "row_k": call.row_k, "row_p": call.row_p}
     numbers |= {"top_k": columns if call.top_k is None else call.top_k}
     numbers |= {"top_p": 1.0 if call.top_p is None else call.top_p, "total_columns": columns}
-    where: dict[str, Argument] = {"probs": probs, **row_places("probs", probs), "total_columns": columns}
-    known = {"MASS": by_p(call), "WIDTH": config.width, "PARTS": triton.next_power_of_2(blocks)}
-    sizes = {"INDEX": (columns - 1).bit_length(), "UNIT": unit_bits(columns), "BLOCK": config.block}
+    pieces = {"WIDTH": config.width, "ROOM": config.room, "PARTS": parts}
+    cut = {"BLOCK": config.block}
+    search = {"MASS": by_p(call), **pieces}
+    draw = {**search, "INDEX": (columns - 1).bit_length(), "UNIT": unit_bits(columns), **cut}
     every, each = (rows * blocks, 1, 1), (rows, 1, 1)
-    options = {"num_warps": config.num_warps}
-    tail = bool(config.tail)
-
-    def of(*names: str) -> dict[str, Argument]:
-        return {name: scratch[name] for name in names}
-
-    ends = dict(drawn) if drawn is not None else {**of("bounds"), **dict.fromkeys(("ids", "valid", "seed", "offset"))}
-    ends = {"bounds": None, **ends}
-    gathered = {**where, **numbers, **of("peaks", "sums", "room", "masses", "picked", "tickets"), **ends}
-    sifted = of("peaks", "sums", "counts", "totals", "picked")
+    options, tail = {"num_warps": config.num_warps}, bool(config.tail)
+    within = {}
+    if call.device.kind == "cuda":  # ptxas rather spills a register or two than have a block less on a multiprocessor
+        within = {"maxnreg": min(12 * config.block, 65536) // (32 * config.num_warps)}
+    ends = {**where, **numbers, **(drawn or dict.fromkeys(("ids", "valid", "seed", "offset")))}
     launches = [
-        Launch(scan, every, {**where, **of("peaks", "sums", "counts", "tickets")},
-               {"WIDTH": config.width, "BLOCK": config.block}, options),
-        Launch(sift, every, {**where, **numbers, **sifted, **of("tickets")},
-               {**known, "TAIL": tail, "UNIT": sizes["UNIT"], "BLOCK": config.block}, options),
-    ]  # fmt: skip
+        Launch(scan, every, {**where, "space": space}, {**pieces, **cut}, options),
+        Launch(sift, every, {**where, **numbers}, {**search, "UNIT": draw["UNIT"], **cut, "TAIL": tail}, options),
+        Launch(gather, every, ends, {**draw, "TAIL": tail}, {**options, **within}),
+    ]
     if not tail:
-        launches.append(Launch(find_bins, each, {**numbers, **sifted, "blocks": blocks}, known, options))
-    launches.append(Launch(gather, every, gathered, {**known, **sizes, "TAIL": tail, "ROOM": config.room}, options))
-    if not tail:
-        launches.append(Launch(finish_rows, each, gathered, {**known, **sizes, "ROOM": config.room}, options))
-    last = {**where, **numbers, **of("peaks", "bounds", "masses"), "y": call.tensors.get("y"), "summed": blocks}
-    return tuple(launches), Launch(write, every, last, {**sizes, "PARTS": known["PARTS"]}, options)
+        launches.insert(2, Launch(find_bins, each, {**numbers, "blocks": blocks}, search, options))
+        launches.append(Launch(finish_rows, each, ends, draw, options))
+    return tuple(launches), Launch(write, every, {**where, **numbers, "y": call.tensors.get("y")}, draw, options)
