@@ -116,7 +116,7 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
     few = ((2048, 8, 1, 11), (4096, 16, 1, 11), (1024, 4, 1, 11), (4096, 8, 1, 11), (2048, 8, 0, 11))
-    many = ((4096, 16, 1, 11), (2048, 8, 1, 11), (8192, 16, 1, 11), (4096, 8, 1, 11), (4096, 16, 0, 11))
+    many = ((4096, 16, 1, 11), (2048, 8, 1, 11), (4096, 8, 1, 11), (4096, 16, 0, 11), (8192, 16, 0, 11))
     found = []
     for block, warps, tail, bins in few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many:
         block = min(width, max(block, least))
