@@ -35,6 +35,7 @@ from tilewright.ops.triton_rows import row_places
 ENDS = tl.constexpr(8)
 """What of a row there is one of: the bin that is reached, what of it is wanted (later: the least key that is kept),
 programs that have sifted, programs that have gathered, keys in the room."""
+LINE = tl.constexpr(128)
 SIFTED, GATHERED, TAKEN = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 
 
@@ -63,6 +64,30 @@ def scan(
         tl.store(counts + cell, tl.zeros([BLOCK], tl.int64), mask=cell < (1 << WIDTH))
     if block == 0:
         tl.store(base + tl.arange(0, ENDS), tl.zeros([ENDS], tl.int64))
+
+
+@triton.jit
+def lines(start, LENGTH: tl.constexpr):
+    """Places from `start` on as lines of LINE: what goes along a line stays in a warp, where a scan is cheap."""
+    down, across = tl.arange(0, LENGTH // LINE), tl.arange(0, LINE)
+    return start + down[:, None] * LINE + across[None, :]
+
+
+@triton.jit
+def reaching(amount, want, COUNT: tl.constexpr):
+    """Of amounts in COUNT lines: the place at which their sum, from the first on, reaches `want` (1 or more), and the
+    sum before it."""
+    line, across = tl.arange(0, COUNT), tl.arange(0, LINE)
+    sums = tl.sum(amount, axis=1)
+    before = tl.cumsum(sums, axis=0) - sums
+    here = (before < want) & (want <= before + sums)
+    which = tl.sum(tl.where(here, line, 0), axis=0)
+    passed = tl.sum(tl.where(here, before, 0), axis=0)
+    own = tl.sum(tl.where(line[:, None] == which, amount, 0), axis=0)
+    before = passed + tl.cumsum(own, axis=0) - own
+    here = (before < want) & (want <= before + own)
+    place_ = which * LINE + tl.sum(tl.where(here, across, 0), axis=0)
+    return place_, tl.sum(tl.where(here, before, 0), axis=0)
 
 
 @triton.jit
@@ -114,10 +139,9 @@ def find_bin(
         want, all_kept = share_of(total, p), p >= 1.0
     else:
         want, all_kept = k.to(tl.int64), k >= total
-    cell = tl.arange(0, 1 << WIDTH)
-    found = tl.load(base + ENDS + 3 * PARTS + ROOM + cell, cache_modifier=".cg")
-    reached = tl.sum(tl.where(tl.cumsum(found, axis=0) < want, 1, 0), axis=0)
-    above = tl.sum(tl.where(cell < reached, found, 0), axis=0)
+    cells = base + ENDS + 3 * PARTS + ROOM
+    found = tl.load(cells + lines(0, 1 << WIDTH), cache_modifier=".cg")
+    reached, above = reaching(found, want, (1 << WIDTH) // LINE)
     reached = tl.where(all_kept | (good == 0), 1 << WIDTH, reached)
     tl.store(base, reached.to(tl.int64))
     tl.store(base + 1, want - above)
@@ -289,12 +313,12 @@ def finish(
         hit = (before <= spot) & (spot < before + every)
         drawn = tl.sum(tl.where(hit, part, 0), axis=0).to(tl.int64)
         spot -= tl.sum(tl.where(hit, before, 0), axis=0)
-        columns = drawn * BLOCK + tl.arange(0, BLOCK)
+        columns = lines(drawn * BLOCK, BLOCK)
         inside = columns < total_columns
         bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
         stays = keys(bits, columns, inside, INDEX) >= kept_from
-        passed = tl.cumsum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
-        token = drawn * BLOCK + tl.sum(tl.where(passed <= spot, 1, 0), axis=0)
+        token, _ = reaching(tl.where(stays, mass(bits, top, UNIT), 0), spot + 1, BLOCK // LINE)
+        token += drawn * BLOCK
         tl.store(ids + row, tl.where(good, token, -1).to(tl.int32))
         tl.store(valid + row, good)
 
@@ -308,7 +332,9 @@ def gather(
 ):  # fmt: skip
     """Keys of the bin that was found go where there is room for them, in any order; the mass of all bins above it is
     added up for each block. TAIL: the last program of a row finishes it."""
-    row, block, columns, inside = place(total_columns, BLOCK)
+    row, block, _, _ = place(total_columns, BLOCK)
+    columns = lines(block * BLOCK, BLOCK)
+    inside = columns < total_columns
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
     top, least, shift, _k, _p, good = ranges(
@@ -317,12 +343,14 @@ def gather(
     reached = tl.load(base).to(tl.int32)
     own = tl.where(inside & (bits >= least), (top - bits) >> shift, 1 << WIDTH)
     above = (own < reached) | (reached == (1 << WIDTH))
-    tl.store(base + ENDS + 2 * PARTS + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0), axis=0))
+    tl.store(base + ENDS + 2 * PARTS + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0)))
     found = (own == reached) & (reached < (1 << WIDTH))
-    some = tl.sum(found.to(tl.int32), axis=0)
-    if some > 0:
-        start = tl.atomic_add(base + TAKEN, some.to(tl.int64), sem="relaxed")
-        spot = start + tl.cumsum(found.to(tl.int32), axis=0) - 1
+    some = tl.sum(found.to(tl.int32), axis=1)
+    total = tl.sum(some, axis=0)
+    if total > 0:
+        start = tl.atomic_add(base + TAKEN, total.to(tl.int64), sem="relaxed")
+        before = tl.cumsum(some, axis=0) - some
+        spot = start + before[:, None] + tl.cumsum(found.to(tl.int32), axis=1) - 1
         key = keys(bits, columns, inside, INDEX)
         tl.store(base + ENDS + 3 * PARTS + spot, key, mask=found & (spot < ROOM))
     if TAIL:
