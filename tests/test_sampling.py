@@ -183,7 +183,7 @@ def test_bins_keep_what_the_definition_keeps(how: dict[str, Any], room: int, tai
         if name in how:
             inputs[name] = torch.tensor(how[name], dtype=dtype).repeat(2)
     options = {"top_k": how.get("top_k"), "top_p": how.get("top_p"), "order": "top_k_first", "few": False}
-    config = Config(block=128, num_warps=1, tail=tail, width=7, room=room)
+    config = Config(block=128, num_warps=1, tail=tail, pdl=0, width=7, room=room)
     seeded = {"probs": probs, "seed": torch.tensor([5]), "offset": None, **inputs}
     for op, given in ((tw.top_k_top_p_renorm.op, inputs), (tw.top_k_top_p_sample.op, seeded)):
         (kernel,) = [k for k in registry.kernels_of(op.name) if k.label == "bins"]

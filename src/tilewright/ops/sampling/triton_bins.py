@@ -17,41 +17,35 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.sampling.configs import by_p
 from tilewright.ops.sampling.selection import unit_bits
-from tilewright.ops.sampling.triton_draw import shares
-from tilewright.ops.sampling.triton_select import (
-    HIGHEST,
-    LARGEST,
-    draw_word,
-    keys,
-    limits,
-    mass,
-    part_of,
-    place,
-    read,
-    share_of,
+from tilewright.ops.sampling.triton_bins_search import (
+    ENDS,
+    GATHERED,
+    LINE,
+    SIFTED,
+    TAKEN,
+    find_bin,
+    from_room,
+    from_row,
+    last_of_row,
+    lines,
+    ranges,
+    reaching,
+    record_of,
+    weight,
 )
+from tilewright.ops.sampling.triton_draw import shares
+from tilewright.ops.sampling.triton_select import LARGEST, draw_word, keys, mass, part_of, place, read
 from tilewright.ops.triton_rows import row_places
-
-ENDS = tl.constexpr(8)
-"""What of a row there is one of: the bin that is reached, what of it is wanted (later: the least key that is kept),
-programs that have sifted, programs that have gathered, keys in the room."""
-LINE = tl.constexpr(128)
-SIFTED, GATHERED, TAKEN = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-
-
-@triton.jit
-def record_of(space, row, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr):
-    """What is kept of a row, in one piece of memory, all int64: ends; by blocks, marks (the largest bits above the sum
-    of the block, roughly), totals and masses; the room; counts by bins. A call allocates once, not eight times."""
-    return space + row * (ENDS + 3 * PARTS + ROOM + (1 << WIDTH))
 
 
 @triton.jit
 def scan(
     probs, space, probs_stride, probs_outer, probs_count, total_columns,
-    WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Marks of each block: LARGEST, where something in it is no probability. Counts and tickets begin at 0."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row, block, columns, inside = place(total_columns, BLOCK)
     base = record_of(space, row, WIDTH, ROOM, PARTS)
     bits, bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
@@ -67,103 +61,30 @@ def scan(
 
 
 @triton.jit
-def lines(start, LENGTH: tl.constexpr):
-    """Places from `start` on as lines of LINE: what goes along a line stays in a warp, where a scan is cheap."""
-    down, across = tl.arange(0, LENGTH // LINE), tl.arange(0, LINE)
-    return start + down[:, None] * LINE + across[None, :]
-
-
-@triton.jit
-def reaching(amount, want, COUNT: tl.constexpr):
-    """Of amounts in COUNT lines: the place at which their sum, from the first on, reaches `want` (1 or more), and the
-    sum before it."""
-    line, across = tl.arange(0, COUNT), tl.arange(0, LINE)
-    sums = tl.sum(amount, axis=1)
-    before = tl.cumsum(sums, axis=0) - sums
-    here = (before < want) & (want <= before + sums)
-    which = tl.sum(tl.where(here, line, 0), axis=0)
-    passed = tl.sum(tl.where(here, before, 0), axis=0)
-    own = tl.sum(tl.where(line[:, None] == which, amount, 0), axis=0)
-    before = passed + tl.cumsum(own, axis=0) - own
-    here = (before < want) & (want <= before + own)
-    place_ = which * LINE + tl.sum(tl.where(here, across, 0), axis=0)
-    return place_, tl.sum(tl.where(here, before, 0), axis=0)
-
-
-@triton.jit
-def weight(bits, top, MASS: tl.constexpr, UNIT: tl.constexpr):
-    """What a token counts for in the search: its mass, or 1 unless its probability is 0 and it cannot matter."""
-    if MASS:
-        return mass(bits, top, UNIT)
-    return tl.where(bits > 0, 1, 0).to(tl.int64)
-
-
-@triton.jit
-def ranges(
-    base, row_k, row_p, row, top_k, top_p, total_columns, blocks,
-    MASS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Of a row: bits of the largest, the least bits that are counted, how many bits a bin has (as a shift), k, p, and
-    whether all three are good.
-
-    Tokens below (1 - p) * sum / columns have, all together, less than 1 - p of the sum: the nucleus does without them.
-    A 32nd is taken off for the rounding of the sum, of masses and of the share; an infinite sum leaves all in.
-    """
-    k, p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
-    part = tl.arange(0, PARTS)
-    marks = tl.load(base + ENDS + part, mask=part < blocks, other=0)
-    top = (tl.max(marks, axis=0) >> 32).to(tl.int32)
-    good = good & (top > 0) & (top < LARGEST)
-    least = tl.full([], 1, tl.int32)
-    if MASS:
-        total = tl.sum((marks & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-        bound = (1.0 - tl.maximum(p, 0.0)) * 0.96875 * total / tl.cast(total_columns, tl.float32)
-        bound = tl.where(bound < float("inf"), bound, 0.0)
-        least = tl.minimum(tl.maximum(bound.to(tl.int32, bitcast=True), 1), top)
-    span = top - least
-    shift = tl.full([], 0, tl.int32)
-    for bit in tl.static_range(WIDTH, 31):
-        shift += tl.where((span >> bit) > 0, 1, 0)
-    return top, least, shift, k, p, good
-
-
-@triton.jit
-def find_bin(
-    base, blocks, k, p, good, MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr
+def early(
+    probs, row, columns, inside, probs_stride, probs_outer, probs_count, WAITS: tl.constexpr, TELLS: tl.constexpr
 ):
-    """The bin in which k or p is reached, and what of it is wanted; a bin behind all where everything is kept."""
-    part = tl.arange(0, PARTS)
-    every = tl.load(base + ENDS + PARTS + part, mask=part < blocks, other=0, cache_modifier=".cg")
-    total = tl.sum(every, axis=0)
-    if MASS:
-        want, all_kept = share_of(total, p), p >= 1.0
-    else:
-        want, all_kept = k.to(tl.int64), k >= total
-    cells = base + ENDS + 3 * PARTS + ROOM
-    found = tl.load(cells + lines(0, 1 << WIDTH), cache_modifier=".cg")
-    reached, above = reaching(found, want, (1 << WIDTH) // LINE)
-    reached = tl.where(all_kept | (good == 0), 1 << WIDTH, reached)
-    tl.store(base, reached.to(tl.int64))
-    tl.store(base + 1, want - above)
-
-
-@triton.jit
-def last_of_row(ticket, blocks):
-    """Whether this program is the last of its row to come here: then it sees what all others have stored before."""
-    tl.debug_barrier()  # what other threads of this program stored comes before the ticket, too
-    return tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == blocks - 1
+    """`read`, before it waits for the launch ahead (PDL). Nothing but `scan` has no wait, and when it starts the
+    probabilities are there: what launches leave each other is touched after the wait alone. TELLS: the launch behind
+    may start and do the same."""
+    if TELLS:
+        tl.extra.cuda.gdc_launch_dependents()
+    bits, bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    if WAITS:
+        tl.extra.cuda.gdc_wait()
+    return bits, bad
 
 
 @triton.jit
 def sift(
     probs, space, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
     MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, UNIT: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Counts, or masses, of a row by bins, and of each block in all. TAIL: the last program finds the bin."""
     row, block, columns, inside = place(total_columns, BLOCK)
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
-    bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, PDL)
     top, least, shift, k, p, good = ranges(
         base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
@@ -189,93 +110,6 @@ def find_bins(
         base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     find_bin(base, blocks, k, p, good, MASS, WIDTH, ROOM, PARTS)
-
-
-@triton.jit
-def least_of(key, amount, want):
-    """Of keys in registers (-1 is none): the one at which amounts, from the largest key down, reach `want`. Bounds are
-    keys themselves, so that bits which all have in common cost no turn."""
-    low = tl.min(tl.where(key >= 0, key, HIGHEST), axis=0)
-    high = tl.max(key, axis=0)
-    while low < high:
-        middle = low + ((high - low + 1) >> 1)
-        upper = (key >= middle) & (key <= high)
-        found = tl.sum(tl.where(upper, amount, 0), axis=0)
-        if found >= want:
-            low = tl.min(tl.where(upper, key, HIGHEST), axis=0)
-        else:
-            want -= found
-            high = tl.max(tl.where(key < middle, key, -1), axis=0)
-    return low
-
-
-@triton.jit
-def least_in_row(
-    probs, row, probs_stride, probs_outer, probs_count, total_columns, top, low, high, want,
-    MASS: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The same, of the row's keys from `low` to `high`, read again each turn: where more are alike than there is room
-    for."""
-    while low < high:
-        middle = low + ((high - low + 1) >> 1)
-        found = tl.full([], 0, tl.int64)
-        above = tl.full([], (1 << 63) - 1, tl.int64)
-        below = tl.full([], -1, tl.int64)
-        for start in tl.range(0, total_columns, CHUNK):
-            columns = start + tl.arange(0, CHUNK)
-            inside = columns < total_columns
-            bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
-            key = keys(bits, columns, inside, INDEX)
-            upper = (key >= middle) & (key <= high)
-            found += tl.sum(tl.where(upper, weight(bits, top, MASS, UNIT), 0), axis=0)
-            above = tl.minimum(above, tl.min(tl.where(upper, key, HIGHEST), axis=0))
-            below = tl.maximum(below, tl.max(tl.where((key >= low) & (key < middle), key, -1), axis=0))
-        if found >= want:
-            low = above
-        else:
-            want -= found
-            high = below
-    return low
-
-
-@triton.jit
-def from_room(
-    base, gathered, want, top,
-    MASS: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The least key that is kept, of those in the room; masses of these are added to those of their blocks."""
-    spot = tl.arange(0, ROOM)
-    key = tl.load(base + ENDS + 3 * PARTS + spot, mask=spot < gathered, other=-1, cache_modifier=".cg")
-    bits = (tl.maximum(key, 0) >> INDEX).to(tl.int32)
-    kept_from = least_of(key, weight(bits, top, MASS, UNIT), want)
-    block = ((1 << INDEX) - 1 - (key & ((1 << INDEX) - 1))) // BLOCK
-    stays = (key >= 0) & (key >= kept_from)
-    tl.atomic_add(base + ENDS + 2 * PARTS + block, mass(bits, top, UNIT), mask=stays, sem="relaxed")
-    return kept_from
-
-
-@triton.jit
-def from_row(
-    probs, masses, row, probs_stride, probs_outer, probs_count, total_columns, blocks, top, low, high, want,
-    MASS: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The same, of the row's keys from `low` to `high`; masses of all blocks are written anew."""
-    CHUNK: tl.constexpr = BLOCK if BLOCK < 1024 else 1024  # of more, keys and masses take too many registers
-    kept_from = least_in_row(
-        probs, row, probs_stride, probs_outer, probs_count, total_columns, top, low, high, want, MASS, INDEX, UNIT,
-        CHUNK,
-    )  # fmt: skip
-    for block in tl.range(0, blocks):
-        total = tl.full([], 0, tl.int64)
-        for part in tl.range(0, BLOCK // CHUNK):
-            columns = tl.cast(block, tl.int64) * BLOCK + part * CHUNK + tl.arange(0, CHUNK)
-            inside = columns < total_columns
-            bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
-            stays = keys(bits, columns, inside, INDEX) >= kept_from
-            total += tl.sum(tl.where(stays, mass(bits, top, UNIT), 0), axis=0)
-        tl.store(masses + block, total)
-    return kept_from
 
 
 @triton.jit
@@ -328,7 +162,7 @@ def gather(
     probs, space, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
     total_columns,
     MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr,
-    UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Keys of the bin that was found go where there is room for them, in any order; the mass of all bins above it is
     added up for each block. TAIL: the last program of a row finishes it."""
@@ -336,7 +170,7 @@ def gather(
     columns = lines(block * BLOCK, BLOCK)
     inside = columns < total_columns
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
-    bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, PDL and ids is None)
     top, least, shift, _k, _p, good = ranges(
         base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
@@ -384,12 +218,12 @@ def finish_rows(
 def write(
     probs, space, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Probabilities that are kept, over the sum of their masses."""
     row, _, columns, inside = place(total_columns, BLOCK)
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
-    bits, _ = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
+    bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, False)
     top, _least, _shift, _k, _p, good = ranges(
         base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
@@ -427,18 +261,21 @@ def _found(call: Call, config: Config, drawn: dict[str, Argument] | None) -> tup
     cut = {"BLOCK": config.block}
     search = {"MASS": by_p(call), **pieces}
     draw = {**search, "INDEX": (columns - 1).bit_length(), "UNIT": unit_bits(columns), **cut}
+    counting = {**search, "UNIT": draw["UNIT"], **cut}
     every, each = (rows * blocks, 1, 1), (rows, 1, 1)
     options, tail = {"num_warps": config.num_warps}, bool(config.tail)
+    pdl = bool(config.pdl)
     within = {}
     if call.device.kind == "cuda":  # ptxas rather spills a register or two than have a block less on a multiprocessor
         within = {"maxnreg": min(12 * config.block, 65536) // (32 * config.num_warps)}
     ends = {**where, **numbers, **(drawn or dict.fromkeys(("ids", "valid", "seed", "offset")))}
     launches = [
-        Launch(scan, every, {**where, "space": space}, {**pieces, **cut}, options),
-        Launch(sift, every, {**where, **numbers}, {**search, "UNIT": draw["UNIT"], **cut, "TAIL": tail}, options),
-        Launch(gather, every, ends, {**draw, "TAIL": tail}, {**options, **within}),
+        Launch(scan, every, {**where, "space": space}, {**pieces, **cut, "PDL": pdl}, options),
+        Launch(sift, every, {**where, **numbers}, {**counting, "TAIL": tail, "PDL": pdl}, options, pdl=pdl),
+        Launch(gather, every, ends, {**draw, "TAIL": tail, "PDL": pdl}, {**options, **within}, pdl=pdl),
     ]
     if not tail:
         launches.insert(2, Launch(find_bins, each, {**numbers, "blocks": blocks}, search, options))
-        launches.append(Launch(finish_rows, each, ends, draw, options))
-    return tuple(launches), Launch(write, every, {**where, **numbers, "y": call.tensors.get("y")}, draw, options)
+        launches.append(Launch(finish_rows, each, ends, draw, {**options, **within}))
+    last = {**where, **numbers, "y": call.tensors.get("y")}
+    return tuple(launches), Launch(write, every, last, {**draw, "PDL": pdl}, options, pdl=pdl)
