@@ -115,7 +115,7 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
     """Many small programs for a few rows; with many rows what each does but once is dear."""
     probs: TensorFacts = call.probs
     width = max(128, power_of_2_at_least(probs.columns))
-    least = max(128, power_of_2_at_least(-(-probs.columns // MOST_BLOCKS)))
+    least = max(128, power_of_2_at_least(-(-probs.columns // (MOST_BLOCKS // 2))))
     few = ((2048, 8, 1, 1), (4096, 16, 1, 1), (1024, 4, 1, 1), (4096, 8, 1, 1), (2048, 8, 1, 0), (2048, 8, 0, 0))
     many = ((4096, 16, 1, 1), (2048, 8, 1, 1), (4096, 8, 1, 1), (4096, 16, 1, 0), (4096, 16, 0, 0), (8192, 16, 0, 0))
     found = []
@@ -123,7 +123,7 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
         block = min(width, max(block, least))
         tail = tail if call.device.kind != "hip" else 0
         pdl = pdl if call.device.kind == "cuda" and call.device.sm >= 90 else 0
-        bins = min(11, width.bit_length() - 1)
+        warps, bins = max(1, min(warps, block // 128)), min(11, width.bit_length() - 1)
         found.append(Config(block=block, num_warps=warps, tail=tail, pdl=pdl, width=bins, room=min(width, 1024)))
     return tuple(dict.fromkeys(found))
 

@@ -174,7 +174,7 @@ def gather(
     top, least, shift, _k, _p, good = ranges(
         base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
-    reached = tl.load(base).to(tl.int32)
+    reached = tl.load(base, cache_modifier=".cg").to(tl.int32)
     own = tl.where(inside & (bits >= least), (top - bits) >> shift, 1 << WIDTH)
     above = (own < reached) | (reached == (1 << WIDTH))
     tl.store(base + ENDS + 2 * PARTS + block, tl.sum(tl.where(above, mass(bits, top, UNIT), 0)))
@@ -267,7 +267,7 @@ def _found(call: Call, config: Config, drawn: dict[str, Argument] | None) -> tup
     pdl = bool(config.pdl)
     within = {}
     if call.device.kind == "cuda":  # ptxas rather spills a register or two than have a block less on a multiprocessor
-        within = {"maxnreg": min(12 * config.block, 65536) // (32 * config.num_warps)}
+        within = {"maxnreg": max(96, min(12 * config.block, 65536) // (32 * config.num_warps))}
     ends = {**where, **numbers, **(drawn or dict.fromkeys(("ids", "valid", "seed", "offset")))}
     launches = [
         Launch(scan, every, {**where, "space": space}, {**pieces, **cut, "PDL": pdl}, options),
