@@ -141,7 +141,7 @@ def test_more_keys_than_one_program_sorts_are_searched_for(monkeypatch: pytest.M
     op = tw.top_k_top_p_renorm.op
     inputs = {"probs": probs, "row_k": None, "row_p": None}
     call = call_of(op, inputs, options, False)
-    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton"]
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton" and not k.label]
     config = Config(block=128, num_warps=1, choosing=1, digit=11)
     launches = []
     for most in (configs.MOST_CHOSEN, 16):
@@ -150,6 +150,52 @@ def test_more_keys_than_one_program_sorts_are_searched_for(monkeypatch: pytest.M
         (found,) = bind(kernel, config, call, poison=True)(*inputs.values())
         torch.testing.assert_close(found, op.reference(*inputs.values(), **options), rtol=1e-6, atol=0.0)
     assert launches[0] == 3 < launches[1]
+
+
+def difficult(columns: int) -> Tensor:
+    """Rows of tokens that are all alike, nearly alike, alike in groups, one alone, subnormal, near the largest float32
+    (their sum is none), of every size there is, and no distribution."""
+    generator = torch.Generator().manual_seed(3)
+    plain = torch.randn(10, columns, generator=generator)
+    rows = torch.softmax(3.0 * plain, -1)
+    rows[1] = 1 / columns
+    rows[2] = 1.0 + 1e-5 * plain[2].abs()
+    rows[3] = torch.softmax((4.0 * plain[3]).round(), -1)
+    rows[4], rows[4, columns // 2] = 0.0, 0.5
+    rows[5] = 1e-45 * (1.0 + plain[5].abs() * 40).round()
+    rows[6] = 3e38 * torch.rand(columns, generator=generator)
+    rows[7] = torch.exp2(100 * plain[7].clamp(-1.2, 1.2))
+    rows[8, columns - 1] = math.nan
+    rows[9] = 0.0
+    return rows
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tail", "room"), [(1, 512), (1, 16), (0, 16)])
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"top_p": 1 - 2**-24}, {"row_p": (0.5, 1.0, 0.01, 2.0, -1.0)}, {"row_k": (1, 300, 17, 299, 150)},
+], ids=str)  # fmt: skip
+def test_bins_keep_what_the_definition_keeps(how: dict[str, Any], room: int, tail: int) -> None:
+    """Room of 16 is too little where many are alike: then the row itself is searched."""
+    probs = difficult(300)
+    inputs: dict[str, Any] = {"probs": probs, "row_k": None, "row_p": None}
+    for name, dtype in (("row_k", torch.int32), ("row_p", torch.float32)):
+        if name in how:
+            inputs[name] = torch.tensor(how[name], dtype=dtype).repeat(2)
+    options = {"top_k": how.get("top_k"), "top_p": how.get("top_p"), "order": "top_k_first", "few": False}
+    config = Config(block=128, num_warps=1, tail=tail, pdl=0, width=7, room=room)
+    seeded = {"probs": probs, "seed": torch.tensor([5]), "offset": None, **inputs}
+    for op, given in ((tw.top_k_top_p_renorm.op, inputs), (tw.top_k_top_p_sample.op, seeded)):
+        (kernel,) = [k for k in registry.kernels_of(op.name) if k.label == "bins"]
+        call = call_of(op, given, options, False)
+        assert not kernel.capability.reasons(call, emulated=True)
+        found = bind(kernel, config, call, poison=True)(*given.values())
+        wanted = op.reference(*given.values(), **options)
+        if op is tw.top_k_top_p_sample.op:
+            assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+        else:
+            assert torch.equal(found[0] > 0, wanted > 0)
+            torch.testing.assert_close(found[0], wanted, rtol=1e-6, atol=1e-44, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 Keys of top_k_top_p: `block` columns a program, `num_warps`, `choosing` warps of the program that has a row's keys, and
 `digit` bits of a key that a step tells.
+Keys of the search by bins: `block`, `num_warps`; `tail` of 1 lets the last program of a row do what comes once a row,
+of 0 a launch of its own; `pdl` of 1 lets a launch begin before the one ahead ends; 2^`width` bins, and `room` for keys
+of one of them.
 Keys of softmax: `rows` a tile and `block` columns of it; `split` of 1 cuts a row among programs, which pass over it
 twice; `num_warps`.
 """
@@ -89,6 +92,39 @@ def top_configs(call: Call) -> tuple[Config, ...]:
         if sorts(call, block):
             choosing = max(choosing, keys_of(call, block)[1] // 512)
         found.append(Config(block=block, num_warps=warps, choosing=choosing, digit=digit))
+    return tuple(dict.fromkeys(found))
+
+
+def by_k(call: Call) -> bool:
+    """Whether k can leave anything out."""
+    return call.has("row_k") or (call.top_k is not None and call.top_k < call.probs.columns)
+
+
+def by_p(call: Call) -> bool:
+    """Whether p can leave anything out."""
+    return call.has("row_p") or (call.top_p is not None and call.top_p < 1.0)
+
+
+def one_filter(call: Call) -> Iterable[Reason]:
+    """One search finds what one of k and p keeps."""
+    if by_k(call) == by_p(call):
+        yield Reason("top_p", f"{'both k and p' if by_k(call) else 'neither k nor p'} of the call; takes one of them")
+
+
+def bins_configs(call: Call) -> tuple[Config, ...]:
+    """Many small programs for a few rows; with many rows what each does but once is dear."""
+    probs: TensorFacts = call.probs
+    width = max(128, power_of_2_at_least(probs.columns))
+    least = max(128, power_of_2_at_least(-(-probs.columns // (MOST_BLOCKS // 2))))
+    few = ((2048, 8, 1, 1), (4096, 16, 1, 1), (1024, 4, 1, 1), (4096, 8, 1, 1), (2048, 8, 1, 0), (2048, 8, 0, 0))
+    many = ((4096, 16, 1, 1), (2048, 8, 1, 1), (4096, 8, 1, 1), (4096, 16, 1, 0), (4096, 16, 0, 0), (8192, 16, 0, 0))
+    found = []
+    for block, warps, tail, pdl in few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many:
+        block = min(width, max(block, least))
+        tail = tail if call.device.kind != "hip" else 0
+        pdl = pdl if call.device.kind == "cuda" and call.device.sm >= 90 else 0
+        warps, bins = max(1, min(warps, block // 128)), min(11, width.bit_length() - 1)
+        found.append(Config(block=block, num_warps=warps, tail=tail, pdl=pdl, width=bins, room=min(width, 1024)))
     return tuple(dict.fromkeys(found))
 
 

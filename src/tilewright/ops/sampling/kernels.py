@@ -42,6 +42,24 @@ TRITON_KERNELS += [
     for function in ("renorm", "sample")
 ]
 
+TRITON_KERNELS += [
+    Kernel(
+        f"top_k_top_p_{function}",
+        "triton",
+        f"{_HERE}.triton_bins:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(
+                unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY), configs.one_filter,
+            ),
+        ),
+        configs.bins_configs,
+        label="bins",
+        preference=14,  # before the search that any call of k and p can have
+    )
+    for function in ("renorm", "sample")
+]  # fmt: skip
+
 VENDOR_KERNELS = [Kernel(op, "vendor", f"{_HERE}.vendor:{op}", label="aten") for op, _ in SOFTMAX]
 
 TILELANG_KERNELS = [

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.sampling.configs import keys_of, sorts
+from tilewright.ops.sampling.configs import by_k, by_p, keys_of, sorts
 from tilewright.ops.sampling.selection import unit_bits
 from tilewright.ops.sampling.triton_select import (
     LARGEST,
@@ -36,25 +36,30 @@ VALUE_BITS = 31
 
 
 @triton.jit
+def shares(bits, kept, total, top, good, UNIT: tl.constexpr):
+    """Probabilities that are kept, over the sum `total` of masses. In float64: a sum may be any float32."""
+    exponent = (tl.maximum(top >> 23, 1) - 127 - UNIT).to(tl.int64)
+    unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+    factor = 1.0 / (tl.maximum(total, 1).to(tl.float64) * unit)
+    share = (bits.to(tl.float32, bitcast=True).to(tl.float64) * factor).to(tl.float32)
+    return tl.where(good, tl.where(kept, share, 0.0), float("nan"))
+
+
+@triton.jit
 def write(
     probs, peaks, bounds, masses, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
     summed, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities that are kept, over the sum of the row's `summed` masses. In float64: a sum may be any float32."""
+    """Probabilities that are kept, over the sum of the row's `summed` masses."""
     row, _, columns, inside = place(total_columns, BLOCK)
     value = tl.load(bounds + row * 2 + 1)
     bits, _bad = read(probs, row, columns, inside, probs_stride, probs_outer, probs_count)
     top = top_of(peaks, row, tl.cdiv(total_columns, BLOCK), PARTS)
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(masses + row * summed + part, mask=part < summed, other=0), axis=0)
-    exponent = (tl.maximum(top >> 23, 1) - 127 - UNIT).to(tl.int64)
-    unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
     _k, _p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
     good = good & (top > 0) & (top < LARGEST)
-    factor = 1.0 / (tl.maximum(total, 1).to(tl.float64) * unit)
-    share = (bits.to(tl.float32, bitcast=True).to(tl.float64) * factor).to(tl.float32)
-    share = tl.where(keys(bits, columns, inside, INDEX) >= value, share, 0.0)
-    share = tl.where(good, share, float("nan"))
+    share = shares(bits, keys(bits, columns, inside, INDEX) >= value, total, top, good, UNIT)
     tl.store(y + row * total_columns + columns, share.to(y.dtype.element_ty), mask=inside)
 
 
@@ -156,14 +161,12 @@ def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
 
 def _steps(call: Call, bits: int, digit: int) -> list[dict[str, Any]]:
     """The digits of keys, from the highest, of the search for k and of that for p, where there are such."""
-    by_k = call.has("row_k") or (call.top_k is not None and call.top_k < call.probs.columns)
-    by_p = call.has("row_p") or (call.top_p is not None and call.top_p < 1.0)
     found = []
-    for is_mass in [False] * by_k + [True] * by_p:
+    for is_mass in [False] * by_k(call) + [True] * by_p(call):
         left = bits
         while left > 0:
             width = min(digit, left)
             starts, left = left == bits, left - width
-            limited = is_mass and by_k and call.order == "top_k_first"
+            limited = is_mass and by_k(call) and call.order == "top_k_first"
             found.append({"MASS": is_mass, "STARTS": starts, "LIMITED": limited, "SHIFT": left, "WIDTH": width})
     return found
