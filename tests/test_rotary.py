@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_positions_outside_the_tables_are_nan_and_get_no_gradient(backend: str) 
     )
     assert torch.equal(q[0].isnan().any(-1).any(-1), bad) and torch.equal(k[0].isnan().any(-1).any(-1), bad)
     assert not v.isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [16, 22])
+@pytest.mark.parametrize("held", [math.nan, math.inf])
+def test_what_a_token_without_a_position_holds_reaches_no_gradient(held: float, width: int, backend: str) -> None:
+    """Tokens that pad a batch hold anything; their gradients are 0, and those of the norms as without them."""
+    cos, sin = tables(4, 8)
+    ids = torch.tensor([[0, -1, 3, 4, 1]])
+    bad = torch.tensor([False, True, False, True, False])
+    found = []
+    for kept in (slice(None), ~bad):
+        torch.manual_seed(0)
+        qkv = torch.randn(1, 5, 8 * width)
+        qkv[:, bad, 3:] = held
+        qkv, norms = qkv[:, kept].requires_grad_(), [torch.ones(width, requires_grad=True) for _ in range(2)]
+        q, k, _ = tw.qkv_split_rope(qkv, cos, sin, *norms, ids[:, kept], style="half", backend=backend, **HEADS)
+        found.append(torch.autograd.grad([q, k], [qkv, *norms], [torch.ones_like(q), torch.ones_like(k)]))
+    (dqkv, *weights), (clean, *expected) = found
+    assert (dqkv[:, bad] == 0).all()
+    torch.testing.assert_close([dqkv[:, ~bad], *weights], [clean, *expected])
 
 
 def test_positions_that_the_host_knows_are_refused() -> None:
