@@ -297,3 +297,30 @@ def test_the_mass_of_rows_that_do_not_add_up_to_one(backend: str) -> None:
     scaled = probs * torch.tensor([[1e-30], [1.0], [1e30]])
     found = tw.top_k_top_p_renorm(scaled, top_k=10, backend=backend)
     torch.testing.assert_close(found, tw.top_k_top_p_renorm(probs, top_k=10), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_k_and_p_of_rows_lie_anywhere(backend: str) -> None:
+    """Some columns of a table of both, one for all, and, of two leading dimensions, what no single stride tells: that
+    is refused with its reason, though the same class of dense rows was served before."""
+    probs = language(6, 30).view(2, 3, 30)
+    k = torch.tensor([2, 9, 5, 1, 7, 4], dtype=torch.int32)
+    dense = k.view(2, 3)
+    tables = torch.stack([k, 30 - k], -1)[:, 0].view(2, 3), torch.stack([k / 10, k / 20], -1)[:, 0].view(2, 3)
+
+    def both(row_k: Tensor, row_p: Tensor) -> Tensor:
+        found: Tensor = tw.top_k_top_p_renorm(probs, top_k=row_k, top_p=row_p, backend=backend)
+        ids, _ = tw.top_k_top_p_sample(probs, top_k=row_k, top_p=row_p, seed=torch.tensor([3]), backend=backend)
+        assert (found.gather(-1, ids.long().unsqueeze(-1)) > 0).all()
+        return found
+
+    expected = both(dense, (dense / 10).contiguous())
+    assert torch.equal(both(*tables), expected)
+    one = torch.tensor(4, dtype=torch.int32), torch.tensor(0.5)
+    assert torch.equal(both(*(t.expand(2, 3) for t in one)), both(*(t.repeat(2, 3) for t in one)))
+    turned = dense.t().contiguous().t(), (dense / 10).contiguous()
+    if backend == "reference":
+        assert torch.equal(both(*turned), expected)
+    else:
+        with pytest.raises(tw.NoKernel, match=r"row_k: leading strides \[1, 2\] do not merge"):
+            both(*turned)

@@ -132,6 +132,7 @@ def _q(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
         told=TOLD,
         capped=CAPPED,
         values={"pos": _some_rows, "rope_pos": _some_rows},
+        spaced=("pos", "rope_pos"),
         dtypes={"pos": (torch.int64,)},
         derive=_derive,
     ),

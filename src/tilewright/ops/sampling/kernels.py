@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.ops.rotary.places import sequences
 from tilewright.ops.sampling import configs
 
 _HERE = "tilewright.ops.sampling"
@@ -35,7 +36,12 @@ TRITON_KERNELS += [
         f"{_HERE}.triton_draw:{function}",
         Capability(
             (cuda(80), hip("gfx942")),
-            limits=(unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY)),
+            limits=(
+                unit_stride("probs"),
+                row_levels("probs"),
+                columns("probs", most=MOST_VOCABULARY),
+                sequences("row_k", "row_p", inner=0),
+            ),
         ),
         configs.top_configs,
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.rotary.places import merged
 from tilewright.ops.sampling.configs import keys_of, sorts
 from tilewright.ops.sampling.selection import unit_bits
 from tilewright.ops.sampling.triton_select import (
@@ -37,8 +38,9 @@ VALUE_BITS = 31
 
 @triton.jit
 def write(
-    probs, peaks, bounds, masses, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
-    summed, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    probs, peaks, bounds, masses, y, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns, summed,
+    INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Probabilities that are kept, over the sum of the row's `summed` masses. In float64: a sum may be any float32."""
     row, _, columns, inside = place(total_columns, BLOCK)
@@ -49,7 +51,7 @@ def write(
     total = tl.sum(tl.load(masses + row * summed + part, mask=part < summed, other=0), axis=0)
     exponent = (tl.maximum(top >> 23, 1) - 127 - UNIT).to(tl.int64)
     unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
-    _k, _p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    _k, _p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     good = good & (top > 0) & (top < LARGEST)
     factor = 1.0 / (tl.maximum(total, 1).to(tl.float64) * unit)
     share = (bits.to(tl.float32, bitcast=True).to(tl.float64) * factor).to(tl.float32)
@@ -60,8 +62,9 @@ def write(
 
 @triton.jit
 def draw(
-    probs, peaks, bounds, masses, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count,
-    top_k, top_p, total_columns, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    probs, peaks, bounds, masses, ids, valid, seed, offset, row_k, row_p, k_step, p_step, probs_stride, probs_outer,
+    probs_count, top_k, top_p, total_columns,
+    INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The block in which the drawn mass is reached looks for the token."""
     row, block, columns, inside = place(total_columns, BLOCK)
@@ -72,7 +75,7 @@ def draw(
     spot -= tl.sum(tl.where(part < block, every, 0), axis=0)
     own = tl.sum(tl.where(part == block, every, 0), axis=0)
     top = top_of(peaks, row, blocks, PARTS)
-    _k, _p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    _k, _p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     good = good & (top > 0) & (top < LARGEST)
     if good:
         if (spot >= 0) & (spot < own):
@@ -104,6 +107,9 @@ def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
     blocks = triton.cdiv(columns, block)
     shared: dict[str, Argument] = {"probs": probs, **row_places("probs", probs), "total_columns": columns}
     numbers: dict[str, Argument] = {"row_k": call.row_k, "row_p": call.row_p}
+    for name, facts in (("k_step", call.row_k), ("p_step", call.row_p)):
+        lead = None if facts is None else merged(facts, 0)
+        numbers[name] = lead[1] if lead else 0
     numbers |= {"top_k": columns if call.top_k is None else call.top_k}
     numbers |= {"top_p": 1.0 if call.top_p is None else call.top_p, "total_columns": columns}
     index = (columns - 1).bit_length()
