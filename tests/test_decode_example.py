@@ -66,6 +66,41 @@ def test_the_command_says_how_far_it_is_from_torch(example: Any, capsys: pytest.
     assert "4 tokens of 3 sequences on cpu, eager" in shown and "in standard deviations: at most 0.0" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prompt", "0"], "prompt is 0; needs 1 or more"),
+        (["--prompt", "-3"], "prompt is -3; needs 1 or more"),
+        (["--steps", "0"], "steps is 0; needs 1 or more"),
+        (["--layers", "0"], "layers is 0; needs 1 or more"),
+        (["--batch", "-1"], "batch is -1; needs 1 or more"),
+        (["--vocab", "0"], "vocab is 0; needs 1 or more"),
+        (["--prompt", "30"], "30 + 4 tokens do not fit into caches of 24 rows"),
+        (["--rows", "6"], "3 + 4 tokens do not fit into caches of 6 rows"),
+        (["--kv-heads", "3"], "heads is 4, no multiple of kv_heads, which is 3"),
+        (["--head-dim", "15"], "head_dim is 15; needs an even number"),
+        (["--seed", "-1"], "seed is -1; needs 0 or more"),
+        (["--device", "abacus"], "device 'abacus': "),
+        (["--device", "meta"], "device 'meta': needs a CPU or a CUDA device"),
+        (["--layers", "two"], "invalid int value: 'two'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_no_run_can_be_is_told(example: Any, words: list[str], told: str, capsys: Any) -> None:
+    usual = [word for name, size in TOY.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    with pytest.raises(SystemExit) as ended:
+        example.main([*usual, "--steps", "4", "--prompt", "3", "--device", "cpu", *words])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and told in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("words", [["--steps", "1"], ["--prompt", "1"], ["--layers", "1"], ["--rows", "7"]], ids=str)
+def test_the_least_that_a_run_can_be(example: Any, words: list[str], capsys: Any) -> None:
+    usual = [word for name, size in TOY.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    run = example.main([*usual, "--steps", "4", "--prompt", "3", "--device", "cpu", "--check", *words])
+    assert run.tokens.min() >= 0 and "sequences on cpu, eager" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_positions_outside_the_tables_are_nan_and_get_no_gradient(backend: str) 
     )
     assert torch.equal(q[0].isnan().any(-1).any(-1), bad) and torch.equal(k[0].isnan().any(-1).any(-1), bad)
     assert not v.isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [16, 22])
+@pytest.mark.parametrize("held", [math.nan, math.inf])
+def test_what_a_token_without_a_position_holds_reaches_no_gradient(held: float, width: int, backend: str) -> None:
+    """Tokens that pad a batch hold anything; their gradients are 0, and those of the norms as without them."""
+    cos, sin = tables(4, 8)
+    ids = torch.tensor([[0, -1, 3, 4, 1]])
+    bad = torch.tensor([False, True, False, True, False])
+    found = []
+    for kept in (slice(None), ~bad):
+        torch.manual_seed(0)
+        qkv = torch.randn(1, 5, 8 * width)
+        qkv[:, bad, 3:] = held
+        qkv, norms = qkv[:, kept].requires_grad_(), [torch.ones(width, requires_grad=True) for _ in range(2)]
+        q, k, _ = tw.qkv_split_rope(qkv, cos, sin, *norms, ids[:, kept], style="half", backend=backend, **HEADS)
+        found.append(torch.autograd.grad([q, k], [qkv, *norms], [torch.ones_like(q), torch.ones_like(k)]))
+    (dqkv, *weights), (clean, *expected) = found
+    assert (dqkv[:, bad] == 0).all()
+    torch.testing.assert_close([dqkv[:, ~bad], *weights], [clean, *expected])
 
 
 def test_positions_that_the_host_knows_are_refused() -> None:
@@ -290,3 +312,39 @@ def test_graphs_see_caches_that_are_overwritten() -> None:
     found = torch.compile(step, backend="aot_eager", fullgraph=True)(*given.values())
     torch.testing.assert_close(found, step(*other.values()))
     assert torch.equal(given["k_cache"], other["k_cache"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lead", [(), (2,), (0,)])
+def test_no_tokens_leave_caches_as_they_are(lead: tuple[int, ...], backend: str) -> None:
+    cos, sin = tables(4, 8)
+    norm, pos = torch.ones(16), torch.zeros(lead, dtype=torch.int32)
+    k, v = (torch.randn(*lead, 5, 4, 16)[..., :2, :] for _ in range(2))
+    before = k.clone(), v.clone()
+    how: dict[str, Any] = {"style": "half", "backend": backend, **HEADS}
+    for given in ((pos, cos, sin, norm, norm), (pos,)):
+        q, *found = tw.qkv_split_rope_append(torch.randn(*lead, 0, 128), k, v, *given, **how)
+        assert q.shape == (*lead, 0, 4, 16) and all(map(torch.equal, found, before))
+        assert all(f.is_contiguous() for f in found)
+        q, *found = tw.qkv_split_rope_append_(torch.randn(*lead, 0, 128), k, v, *given, **how)
+        assert q.shape == (*lead, 0, 4, 16) and found[0] is k and found[1] is v
+        assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_no_tokens_have_gradients(shape: tuple[int, int], backend: str) -> None:
+    """Of norms they are 0."""
+    cos, sin = tables(4, 8)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    for given in (ids, None):
+        x, qkv, norm = torch.randn(*shape, 3, 16), torch.randn(*shape, 128), torch.ones(16)
+        for t in (x, qkv, norm):
+            t.requires_grad_()
+        y = tw.rope(x, cos, sin, given, style="interleaved", backend=backend)
+        q, k, v = tw.qkv_split_rope(qkv, cos, sin, norm, None, given, style="half", backend=backend, **HEADS)
+        assert y.shape == x.shape and q.shape == (*shape, 4, 16) and k.shape == v.shape == (*shape, 2, 16)
+        dx, dqkv, dnorm = torch.autograd.grad([y.sum(), q.sum(), v.sum()], [x, qkv, norm])
+        assert dx.shape == x.shape and dqkv.shape == qkv.shape and torch.equal(dnorm, torch.zeros(16))
+    without = tw.rope(torch.randn(*shape, 0, 16), cos, sin, style="half", backend=backend)
+    assert without.shape == (*shape, 0, 16)

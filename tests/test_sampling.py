@@ -62,8 +62,18 @@ def test_softmax_is_torch_and_scale_is_one_over_the_temperature() -> None:
     for wrong, words in ((math.inf, "a temperature of 0 is argmax"), (math.nan, "scale: NaN")):
         with pytest.raises(tw.InvalidArgument, match=words):
             tw.softmax(x, scale=wrong)
-    with pytest.raises(tw.InvalidArgument, match="dim: 3; x has 3 dimensions"):
-        tw.softmax(x, dim=3)
+    for dim in (3, -4):
+        with pytest.raises(tw.InvalidArgument, match=f"dim: {dim}; x has 3 dimensions"):
+            tw.softmax(x, dim=dim)
+    for odd, kind in ((1.0, "float"), (True, "bool"), (None, "NoneType"), ("1", "str")):
+        with pytest.raises(tw.InvalidArgument, match=f"dim: {odd!r} is a {kind}; an integer is needed"):
+            tw.softmax(x, dim=odd)  # type: ignore[arg-type]
+    with pytest.raises(tw.InvalidArgument, match=r"x: shape \[0, 5\]; dimension 0 must not be empty"):
+        tw.softmax(torch.randn(0, 5), dim=0)
+    assert tw.softmax(torch.randn(5, 0), dim=0).shape == (5, 0)
+    for nothing in ([1.0], None):
+        with pytest.raises(tw.InvalidArgument, match=r"x: .*[tT]ensor is needed"):
+            tw.softmax(nothing)  # type: ignore[arg-type]
 
 
 # What is kept --------------------------------------------------------------------------------------------------------
@@ -249,18 +259,37 @@ def test_k_and_p_of_rows_that_mean_nothing(backend: str) -> None:
     assert y.isnan().any(-1).tolist() == [False, False, True, False]
 
 
+@pytest.mark.parametrize("name", ["top_k_top_p_renorm", "top_k_top_p_sample"])
+def test_refusals_name_what_the_user_wrote(name: str) -> None:
+    probs, call = language(2, 30), getattr(tw, name)
+    ones = torch.ones(2)
+    given: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"top_k": 0}, "top_k: 0; must be 1 or more"),
+        ({"top_k": "few"}, "top_k: 'few' is a str; an integer"),
+        ({"top_k": [1, 1]}, "top_k: .* is a list; an integer"),
+        ({"top_k": 3.0}, "top_k: 3.0 is a float; an integer"),
+        ({"top_p": math.nan}, "top_p: NaN"),
+        ({"top_p": "most"}, "top_p: 'most' is a str"),
+        ({"order": "both"}, "order: 'both'"),
+        ({"top_k": torch.ones(3, dtype=torch.int32)}, r"top_k: shape \[3\]; needs \[2\]"),
+        ({"top_p": torch.tensor(0.5)}, r"top_p: shape \[\]; needs \[2\]"),
+        ({"top_k": ones}, "top_k: dtype fp32; takes int32"),
+        ({"top_k": ones.long()}, "top_k: dtype int64; takes int32"),
+        ({"top_k": ones.to(torch.int16)}, "top_k: dtype int16; takes int32"),
+        ({"top_p": ones.half()}, "top_p: dtype fp16; takes fp32"),
+        ({"top_p": ones.double()}, "top_p: dtype fp64; takes fp32"),
+        ({"top_k": ones.int().to("meta")}, "top_k: on meta, other tensors on cpu"),
+    )
+    for how, words in given:
+        with pytest.raises(tw.InvalidArgument, match=f"^{name}: {words}"):
+            call(probs, **how)
+    for nothing in ([0.5, 0.5], None):
+        with pytest.raises(tw.InvalidArgument, match=f"^{name}: probs: .*[tT]ensor is needed"):
+            call(nothing)
+
+
 def test_what_the_contract_refuses() -> None:
     probs = language(2, 30)
-    for how, words in (
-        ({"top_k": 0}, "top_k: 0; must be 1 or more"),
-        ({"top_p": math.nan}, "top_p: NaN"),
-        ({"order": "both"}, "order: 'both'"),
-        ({"top_k": torch.ones(3, dtype=torch.int32)}, "row_k: shape"),
-        ({"top_k": torch.ones(2)}, "row_k: dtype fp32; takes int32"),
-        ({"top_p": torch.ones(2).half()}, "row_p: dtype fp16; takes fp32"),
-    ):
-        with pytest.raises(tw.InvalidArgument, match=words):
-            tw.top_k_top_p_renorm(probs, **how)
     with pytest.raises(tw.InvalidArgument, match="offset: given without a seed"):
         tw.top_k_top_p_sample(probs, offset=torch.tensor([1]))
     with pytest.raises(tw.InvalidArgument, match="few: True"):
@@ -343,3 +372,31 @@ def test_the_mass_of_rows_that_do_not_add_up_to_one(backend: str) -> None:
     scaled = probs * torch.tensor([[1e-30], [1.0], [1e30]])
     found = tw.top_k_top_p_renorm(scaled, top_k=10, backend=backend)
     torch.testing.assert_close(found, tw.top_k_top_p_renorm(probs, top_k=10), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_k_and_p_of_rows_lie_anywhere(backend: str) -> None:
+    """Some columns of a table of both, one for all, and, of two leading dimensions, what no single stride tells: that
+    is refused with its reason, though the same class of dense rows was served before."""
+    probs = language(6, 30).view(2, 3, 30)
+    k = torch.tensor([2, 9, 5, 1, 7, 4], dtype=torch.int32)
+    dense = k.view(2, 3)
+    tables = torch.stack([k, 30 - k], -1)[:, 0].view(2, 3), torch.stack([k / 10, k / 20], -1)[:, 0].view(2, 3)
+
+    def both(row_k: Tensor, row_p: Tensor) -> Tensor:
+        how: dict[str, Any] = {"top_k": 20, "few": True, "backend": backend}
+        found: Tensor = tw.top_k_top_p_renorm.op(probs, row_k, row_p, **how)
+        ids, _ = tw.top_k_top_p_sample.op(probs, torch.tensor([3]), None, row_k, row_p, **how)
+        assert (found.gather(-1, ids.long().unsqueeze(-1)) > 0).all()
+        return found
+
+    expected = both(dense, (dense / 10).contiguous())
+    assert torch.equal(both(*tables), expected)
+    one = torch.tensor(4, dtype=torch.int32), torch.tensor(0.5)
+    assert torch.equal(both(*(t.expand(2, 3) for t in one)), both(*(t.repeat(2, 3) for t in one)))
+    turned = dense.t().contiguous().t(), (dense / 10).contiguous()
+    if backend == "reference":
+        assert torch.equal(both(*turned), expected)
+    else:
+        with pytest.raises(tw.NoKernel, match=r"  top_k: leading strides \[1, 2\] do not merge.*; top_k.contiguous"):
+            tw.top_k_top_p_renorm(probs, top_k=turned[0], backend=backend)

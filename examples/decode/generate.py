@@ -96,14 +96,40 @@ class Generator:
         return graph.replay
 
 
+def unfit(sizes: Sizes, prompt: int, steps: int) -> str:
+    """Why a run of this length cannot be; "" where it can."""
+    for what, count in (("prompt", prompt), ("steps", steps)):
+        if count < 1:
+            return f"{what} is {count}; needs 1 or more"
+    if prompt + steps > sizes.rows:
+        return f"{prompt} + {steps} tokens do not fit into caches of {sizes.rows} rows"
+    return ""
+
+
+def usable(name: str) -> torch.device:
+    """A device of this machine by its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("needs a CPU or a CUDA device")
+    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with CUDA" by the latter
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    return device
+
+
 def generate(
     model: Decoder, prompt: Tensor, steps: int, sampling: Sampling, *, seed: int = 0, capture: bool = False,
     keep_logits: bool = False,
 ) -> Run:  # fmt: skip
     """`steps` tokens behind `prompt` [B, P]. The same seed draws the same tokens, captured or not."""
     sizes, weight = model.sizes, model.head
-    if prompt.shape[1] + steps > sizes.rows:
-        raise ValueError(f"{prompt.shape[1]} + {steps} tokens do not fit into caches of {sizes.rows} rows")
+    if wrong := unfit(sizes, prompt.shape[1], steps):
+        raise ValueError(wrong)
     generator = Generator(model, State(sizes, weight.dtype, weight.device, seed), sampling)
     generator.prefill(prompt)
     run = Run(generator.state.tokens[:, : prompt.shape[1] + steps])
@@ -137,8 +163,15 @@ def main(words: list[str] | None = None) -> Run:
     parser.add_argument("--eager", action="store_true", help="no CUDA graph")
     parser.add_argument("--check", action="store_true", help="compare every step's logits with torch's")
     options = parser.parse_args(words)
-    device = torch.device(options.device)
     sizes = Sizes(**{size.name: getattr(options, size.name) for size in fields(Sizes)})
+    if wrong := sizes.fault() or unfit(sizes, options.prompt, options.steps):
+        parser.error(wrong)
+    if not 0 <= options.seed < 1 << 63:
+        parser.error(f"seed is {options.seed}; needs 0 or more, of 63 bits")
+    try:
+        device = usable(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     model = Decoder(sizes, options.seed, getattr(torch, options.dtype), device)
     random = torch.Generator().manual_seed(options.seed)
     prompt = torch.randint(sizes.vocab, (sizes.batch, options.prompt), generator=random, dtype=torch.int32).to(device)

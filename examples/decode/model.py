@@ -31,6 +31,17 @@ class Sizes:
     """The longest sequence: rows of the caches."""
     batch: int = 4
 
+    def fault(self) -> str:
+        """Why no model has these sizes; "" where one does."""
+        for name, size in vars(self).items():
+            if size < 1:
+                return f"{name} is {size}; needs 1 or more"
+        if self.heads % self.kv_heads:
+            return f"heads is {self.heads}, no multiple of kv_heads, which is {self.kv_heads}"
+        if self.head_dim % 2:
+            return f"head_dim is {self.head_dim}; needs an even number, of which pairs are turned"
+        return ""
+
 
 @dataclass
 class Layer:

@@ -80,6 +80,11 @@ class Backend(ABC):
         """True where kernels written for a GPU run on `device` all the same (Triton's interpreter)."""
         return False
 
+    def serial(self) -> bool:
+        """Whether a check in this process must keep to one thread. A backend that has parallel regions of its own says
+        so of a forked child: their threads stay with the parent, and would be waited for."""
+        return False
+
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
         """For backends of functions: the kernel as a function of the op's tensors, for calls with these facts. It
         returns outputs (None where skipped), then what is saved."""

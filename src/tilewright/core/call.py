@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -83,6 +83,11 @@ class TensorFacts:
             else:
                 levels.append((size, stride))
         return tuple(levels) or ((self.rows, self.columns),)
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """As `row_levels`, of all dimensions: how a tensor of one number a row is spaced."""
+        return replace(self, shape=(*self.shape, 1), stride=(*self.stride, 1)).row_levels
 
     def vector_bytes(self) -> int:
         """The widest access, in bytes up to 16, that every row's start allows."""

@@ -56,7 +56,8 @@ def _stands_apart(call: Call, name: str) -> bool:
 
 def _layout(name: str, facts: TensorFacts, columns: bool) -> str:
     if not columns:
-        return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.v{facts.align}"
+        spaced = "" if facts.contiguous else ".spaced" if len(facts.steps) == 1 else f".spaced{len(facts.steps)}"
+        return f"{name}={DTYPE_NAMES.get(facts.dtype, facts.dtype)}.v{facts.align}{spaced}"
     if facts.numel and all(s == 0 for s in facts.stride) and facts.shape:
         strides = "expanded"
     elif facts.column_stride != 1:

@@ -34,7 +34,8 @@ class Probes:
     A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
-    makes tensors that are no plain numbers (ids, seeds), `dtypes` names further dtypes that these may have, `derive`
+    makes tensors that are no plain numbers (ids, seeds), `spaced` names those of one number a row that kernels read by
+    their stride, `dtypes` names further dtypes that these may have, `derive`
     fills in tensors that depend on others (what forward saved). `by_option` names tensors of numbers whose dtype an
     option tells, so that it is not the call's. `tables` names tensors of rows whose leading size is one of `sizes`;
     `long` names sizes that are numbers of rows, which checks cut to what fits.
@@ -52,6 +53,7 @@ class Probes:
     told: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
     capped: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
+    spaced: tuple[str, ...] = ()
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
     by_option: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()

@@ -283,6 +283,9 @@ def cases(op: Op[Any], dtype: torch.dtype, *, size: str = "small") -> Iterator[C
         if len(probes.dims[name].split()) == 2:
             for layout in ("padded 3", "columns", "expanded"):
                 yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
+        if name in probes.spaced:
+            for layout in ("columns", "expanded"):
+                yield Case("one layout", lead=(7,), columns=160, layouts={name: layout}, **everything)
     for values in ("large", "huge", "tiny", "offset", "wild", "constant rows", "zero rows", "nan", "inf"):
         yield Case("values", lead=(6,), columns=256 if size == "tiny" else 1000, values=values, **everything)
     if dtype == torch.bfloat16 and row_tensors:

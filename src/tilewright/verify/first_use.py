@@ -92,7 +92,7 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     wide = sum(f.columns * f.dtype.itemsize for n, f in call.tensors.items() if f is not None and f.shape)
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
-    layouts = {n: _layout(f) for n in op.tensors if not op.probes.is_vector(n) and (f := call.tensors[n]) is not None}
+    layouts = {n: _layout(f, op.probes.is_vector(n)) for n in op.tensors if (f := call.tensors[n]) is not None}
     if not call.anywhere:
         layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
     sizes = op.probes.cut(extent.sizes, most)
@@ -109,10 +109,12 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     return found
 
 
-def _layout(facts: TensorFacts) -> str:
-    """The generator's word for the strides and alignment of this tensor."""
-    if facts.numel and all(s == 0 for s in facts.stride):
+def _layout(facts: TensorFacts, vector: bool) -> str:
+    """The generator's word for the strides and alignment of this tensor; of a vector, one number a row, for strides."""
+    if facts.numel and all(s == 0 for s in facts.stride) and not (vector and facts.contiguous):
         return "expanded"
+    if vector:
+        return "" if facts.contiguous else "columns"
     if facts.column_stride != 1:
         return "columns"
     if len(facts.row_levels) > 1:

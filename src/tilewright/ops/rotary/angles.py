@@ -1,7 +1,8 @@
 """What the ops of the rotary family share: turning by tables of cosines and sines in torch, its checks and probes.
 
 A position turns pairs of columns: (i, i + R/2) in the style "half", (2i, 2i + 1) in "interleaved", for i < R/2. The
-rest of a head is copied. Of a position outside the tables every output is NaN, and the gradient 0.
+rest of a head is copied. Of a position outside the tables every output is NaN, and the gradient 0, whatever the token
+holds: it adds nothing to the gradient of a norm either.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def positions(x: Tensor, position_ids: Tensor | None) -> Tensor:
     return torch.arange(x.shape[-3], device=x.device) if position_ids is None else position_ids.long()
 
 
+def have_rows(rows: Tensor, table: Tensor) -> Tensor:
+    """Which tokens have a row in a table, [..., S, 1, 1]."""
+    return ((rows >= 0) & (rows < table.shape[0])).unsqueeze(-1).unsqueeze(-1)
+
+
 def pairs(x: Tensor, half: int, style: str) -> tuple[Tensor, Tensor]:
     """The first and the second of each pair."""
     if style == "half":
@@ -46,8 +52,8 @@ def turn(
     """The heads x [..., S, H, D] turned by the angles of their tokens' rows, in the accumulation dtype; `back` turns
     the other way, which is the gradient. `terms`: of absolute values, added up."""
     half, acc = cos.shape[1], upcast(x)
-    inside = (rows >= 0) & (rows < cos.shape[0])
-    place = torch.where(inside, rows, 0)
+    inside = have_rows(rows, cos)
+    place = torch.where(inside[..., 0, 0], rows, 0)
     c, s = (upcast(table[place]).to(acc.dtype).unsqueeze(-2) for table in (cos, sin))
     s = -s if back else s
     first, second = pairs(acc, half, style)
@@ -56,7 +62,7 @@ def turn(
         made = join(first * c - second * s, second * c - first * s, acc[..., 2 * half :], style)
     else:
         made = join(first * c - second * s, second * c + first * s, acc[..., 2 * half :], style)
-    return torch.where(inside.unsqueeze(-1).unsqueeze(-1), made, 0.0 if back else math.nan)
+    return torch.where(inside, made, 0.0 if back else math.nan)
 
 
 def check_style(call: Call) -> None:
@@ -114,7 +120,7 @@ CAPPED = {"R": lambda columns: columns // 2}
 
 def spoil(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     """With the style "interleaved" some positions are outside the tables, but in float64, where finite differences are
-    taken."""
+    taken. A backward call's tokens there hold infinities and NaN."""
     ids, cos = found.get("position_ids"), found.get("cos")
     if ids is not None and cos is not None and options["style"] == "interleaved" and cos.dtype != torch.float64:
         spoilt = ids.clone().contiguous()
@@ -123,3 +129,8 @@ def spoil(found: dict[str, Any], options: Mapping[str, Any]) -> None:
             if place < flat.numel():
                 flat[place] = bad
         found["position_ids"] = spoilt
+        if found.get("qkv") is not None and "rstd" in found:
+            lost = ~have_rows(spoilt, cos)[..., 0]
+            held = torch.full_like(found["qkv"], math.inf)
+            held[..., 0] = math.nan
+            found["qkv"] = torch.where(lost, held, found["qkv"])

@@ -52,7 +52,9 @@ def _turned(z: Tensor, t: Mapping[str, Any], o: Mapping[str, Any], terms: bool =
 
 
 def _appended(cache: Tensor, new: Tensor, pos: Tensor) -> Tensor:
-    """A copy of the cache in which row pos + s is the s-th of `new`."""
+    """A copy of the cache in which row pos + s is the s-th of `new`, which may be none."""
+    if not new.shape[-3]:
+        return cache.clone(memory_format=torch.contiguous_format)
     place = torch.arange(cache.shape[-3], device=pos.device) - pos.long().unsqueeze(-1)
     given = (place >= 0) & (place < new.shape[-3])
     index = torch.where(given, place, 0).unsqueeze(-1).unsqueeze(-1).expand(cache.shape)
@@ -130,6 +132,7 @@ def _q(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
         told=TOLD,
         capped=CAPPED,
         values={"pos": _some_rows, "rope_pos": _some_rows},
+        spaced=("pos", "rope_pos"),
         dtypes={"pos": (torch.int64,)},
         derive=_derive,
     ),
@@ -157,7 +160,7 @@ def qkv_split_rope_append(
     `qkv_split_rope_append_` overwrites the caches, and reads nothing of them; this function returns changed copies.
 
     Args:
-        qkv: [..., S, (Hq + 2 Hkv) D], as in `qkv_split_rope`.
+        qkv: [..., S, (Hq + 2 Hkv) D], as in `qkv_split_rope`. With S = 0 the caches stay as they are.
         k_cache, v_cache: [..., Smax, Hkv, D], dtype of qkv, any strides with a dense last dimension.
         pos: [...], int32 or int64 on the device of qkv: the row of each sequence's first token. Read when the kernel
             runs, so that it may be advanced between the replays of a CUDA graph.

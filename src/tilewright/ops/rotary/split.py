@@ -19,6 +19,7 @@ from tilewright.ops.rotary.angles import (
     CAPPED,
     check_style,
     check_tables,
+    have_rows,
     positions,
     some_positions,
     spoil,
@@ -277,7 +278,8 @@ def _dqkv(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
 def _part_backward(
     dy: Tensor, t: Mapping[str, Any], o: Mapping[str, Any], name: str, terms: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a part and of its weight; of `terms` the sums of their absolute values."""
+    """The gradients of a part and of its weight; of `terms` the sums of their absolute values. Both are 0 of a token
+    that has no row in the tables, whatever it holds: its dz is 0, and what that meets is selected away."""
     dz = _turned(dy, t, o, back=True, terms=terms)
     weight = t[f"{name}_norm"]
     if weight is None:
@@ -286,13 +288,15 @@ def _part_backward(
     x = split(t["qkv"], o["q_heads"], o["kv_heads"])["qk".index(name)]
     r = t["rstd"][..., heads].unsqueeze(-1)
     n, factor = upcast(x) * r, upcast(weight).to(r.dtype) + o["norm_offset"]
+    known = None if t["cos"] is None else have_rows(positions(x, t["position_ids"]), t["cos"])
+    n = n if known is None else torch.where(known, n, 0.0)
     if terms:
         n, factor = n.abs(), -factor.abs()
     dn = dz * factor
     dx = (
         r * (dn - n * (dn * n).mean(-1, keepdim=True)) if not terms else r * (n * (-dn * n).mean(-1, keepdim=True) - dn)
     )
-    return dx, (dz * n).flatten(0, -2).sum(0)
+    return dx if known is None else torch.where(known, dx, 0.0), (dz * n).flatten(0, -2).sum(0)
 
 
 def _all_backward(t: Mapping[str, Any], o: Mapping[str, Any], terms: bool) -> dict[str, Any]:
@@ -376,7 +380,8 @@ def qkv_split_rope_backward(
 
     Returns:
         (dqkv, dq_norm, dk_norm) in the dtypes of qkv, q_norm and k_norm; None where not needed or absent. The weights'
-        are summed in float32 in an order fixed by the shape.
+        are summed in float32 in an order fixed by the shape. Of a token whose position is outside of 0..P-1 the q and
+        k of dqkv are 0, and it adds nothing to dq_norm and dk_norm, whatever it holds.
 
     Raises:
         InvalidArgument: no upstream gradient is given, or wrong dtypes or shapes.

@@ -65,16 +65,18 @@ def part_back(
     INTERLEAVED: tl.constexpr, ONE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of heads. Returns what the weight's gradient has come to where heads are ONE tile; else it is added to
-    `sums`, a row that is this program's own."""
+    `sums`, a row that is this program's own. Of a token without a row in the tables nothing is read that could be NaN
+    beside a gradient of 0; a weight can, so that its dx is selected."""
+    seen = mask & known if TURN else mask
     if NORM:
-        r = tl.load(rstd + r_place, mask=mask, other=0.0)
+        r = tl.load(rstd + r_place, mask=seen, other=0.0)
     if ONE:
         first, second = turn_back(
             dy, place, cos, sin, rows, known, 0, half, mask, token_mask, step, cos_row, cos_step, sin_row, sin_step,
             TURN, INTERLEAVED, HALF,
         )  # fmt: skip
         if NORM:
-            x1, x2 = load_pair(x, x_place, 0, half, mask, x_step, INTERLEAVED, HALF)
+            x1, x2 = load_pair(x, x_place, 0, half, seen, x_step, INTERLEAVED, HALF)
             n1, n2 = x1 * r, x2 * r
             if NEEDS_DW:
                 first_sum += first * n1
@@ -83,6 +85,8 @@ def part_back(
             first, second = first * w1, second * w2
             mean = tl.sum(first * n1 + second * n2, axis=2, keep_dims=True) / divisor
             first, second = r * (first - n1 * mean), r * (second - n2 * mean)
+            if TURN:
+                first, second = tl.where(known, first, 0.0), tl.where(known, second, 0.0)
         if NEEDS_DX:
             store_pair(out, out_place, 0, half, mask, first, second, INTERLEAVED, HALF)
     else:
@@ -95,7 +99,7 @@ def part_back(
                         dy, place, cos, sin, rows, known, start, half, mask, token_mask, step,
                         cos_row, cos_step, sin_row, sin_step, TURN, INTERLEAVED, HALF,
                     )  # fmt: skip
-                    x1, x2 = load_pair(x, x_place, start, half, mask, x_step, INTERLEAVED, HALF)
+                    x1, x2 = load_pair(x, x_place, start, half, seen, x_step, INTERLEAVED, HALF)
                     first, second = first * (x1 * r), second * (x2 * r)
                     if NEEDS_DW:
                         add_up(sums, first, second, start, half, INTERLEAVED, HALF)
@@ -105,7 +109,7 @@ def part_back(
                 value, columns, inside = load_rest(dy, place, start, width, mask, step, BLOCK)
                 if TURN:
                     value = tl.where(known, value, 0.0)
-                other, _, _ = load_rest(x, x_place, start, width, mask, x_step, BLOCK)
+                other, _, _ = load_rest(x, x_place, start, width, seen, x_step, BLOCK)
                 value *= other * r
                 if NEEDS_DW:
                     index = start + tl.arange(0, BLOCK)
@@ -124,20 +128,49 @@ def part_back(
                         cos_row, cos_step, sin_row, sin_step, TURN, INTERLEAVED, HALF,
                     )  # fmt: skip
                     if NORM:
-                        x1, x2 = load_pair(x, x_place, start, half, mask, x_step, INTERLEAVED, HALF)
+                        x1, x2 = load_pair(x, x_place, start, half, seen, x_step, INTERLEAVED, HALF)
                         w1, w2 = load_weight(weight, start, half, offset, INTERLEAVED, HALF)
-                        first = r * (first * w1 - x1 * r * mean)
-                        second = r * (second * w2 - x2 * r * mean)
+                        first = tl.where(known, r * (first * w1 - x1 * r * mean), 0.0)
+                        second = tl.where(known, r * (second * w2 - x2 * r * mean), 0.0)
                     store_pair(out, out_place, start, half, mask, first, second, INTERLEAVED, HALF)
             for start in tl.range(turned, width, BLOCK):
                 value, columns, inside = load_rest(dy, place, start, width, mask, step, BLOCK)
-                if TURN:
-                    value = tl.where(known, value, 0.0)
                 if NORM:
-                    other, _, _ = load_rest(x, x_place, start, width, mask, x_step, BLOCK)
+                    other, _, _ = load_rest(x, x_place, start, width, seen, x_step, BLOCK)
                     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32) + offset
                     value = r * (value * w - other * r * mean)
+                if TURN:
+                    value = tl.where(known, value, 0.0)
                 tl.store(out + out_place + columns, value.to(out.dtype.element_ty), mask=inside)
+    return first_sum, second_sum
+
+
+@triton.jit
+def zero(out, place, width, mask, BLOCK: tl.constexpr):
+    for start in tl.range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, None, :]
+        inside = mask & (columns < width)
+        tl.store(out + place + columns, tl.zeros(inside.shape, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def part_or_zero(
+    dy, dy_batch, dy_token, dy_head, step, tokens, seq, head, x, x_place, weight, rstd, r_place, cos, sin, out,
+    out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask, token_mask, x_step,
+    cos_row, cos_step, sin_row, sin_step, offset,
+    TURN: tl.constexpr, NEEDS_DX: tl.constexpr, NEEDS_DW: tl.constexpr, INTERLEAVED: tl.constexpr, ONE: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of heads of q, of k or of v; 0 where that has no upstream gradient."""
+    if dy is not None:
+        first_sum, second_sum = part_back(
+            dy, spot(tokens, seq, dy_batch, dy_token) + head * dy_head, x, x_place, weight, rstd, r_place, cos, sin,
+            out, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask, token_mask, step,
+            x_step, cos_row, cos_step, sin_row, sin_step, offset,
+            TURN, weight is not None, NEEDS_DX, NEEDS_DW, INTERLEAVED, ONE, HALF, BLOCK,
+        )  # fmt: skip
+    elif NEEDS_DX:
+        zero(out, out_place, width, mask, BLOCK)
     return first_sum, second_sum
 
 
@@ -202,47 +235,30 @@ def rotate_back(
         if TURN:
             rows, known = table_row(position_ids, tokens, seq, ids_batch, ids_token, token_mask, table_rows)
         if part == 0:
-            if dq is not None:
-                first_sum, second_sum = part_back(
-                    dq, spot(tokens, seq, dq_batch, dq_token) + head * dq_head, qkv, x_place, q_norm, rstd, r_place,
-                    cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask,
-                    token_mask, dq_step, x_step, cos_row, cos_step, sin_row, sin_step, offset,
-                    TURN, q_norm is not None, NEEDS_DX, NEEDS_DQ_NORM, INTERLEAVED, ONE, HALF, BLOCK,
-                )  # fmt: skip
-            elif NEEDS_DX:
-                zero(dqkv, out_place, width, mask, BLOCK)
+            first_sum, second_sum = part_or_zero(
+                dq, dq_batch, dq_token, dq_head, dq_step, tokens, seq, head, qkv, x_place, q_norm, rstd, r_place,
+                cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask,
+                token_mask, x_step, cos_row, cos_step, sin_row, sin_step, offset,
+                TURN, NEEDS_DX, NEEDS_DQ_NORM, INTERLEAVED, ONE, HALF, BLOCK,
+            )  # fmt: skip
         if part == 1:
-            if dk is not None:
-                first_sum, second_sum = part_back(
-                    dk, spot(tokens, seq, dk_batch, dk_token) + head * dk_head, qkv, x_place, k_norm, rstd, r_place,
-                    cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask,
-                    token_mask, dk_step, x_step, cos_row, cos_step, sin_row, sin_step, offset,
-                    TURN, k_norm is not None, NEEDS_DX, NEEDS_DK_NORM, INTERLEAVED, ONE, HALF, BLOCK,
-                )  # fmt: skip
-            elif NEEDS_DX:
-                zero(dqkv, out_place, width, mask, BLOCK)
+            first_sum, second_sum = part_or_zero(
+                dk, dk_batch, dk_token, dk_head, dk_step, tokens, seq, head, qkv, x_place, k_norm, rstd, r_place,
+                cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask,
+                token_mask, x_step, cos_row, cos_step, sin_row, sin_step, offset,
+                TURN, NEEDS_DX, NEEDS_DK_NORM, INTERLEAVED, ONE, HALF, BLOCK,
+            )  # fmt: skip
         if NEEDS_DX:
             if part == 2:
-                if dv is not None:
-                    part_back(
-                        dv, spot(tokens, seq, dv_batch, dv_token) + head * dv_head, qkv, x_place, k_norm, rstd,
-                        r_place, cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width,
-                        divisor, mask, token_mask, dv_step, x_step, cos_row, cos_step, sin_row, sin_step, offset,
-                        False, False, True, False, False, ONE, HALF, BLOCK,
-                    )  # fmt: skip
-                else:
-                    zero(dqkv, out_place, width, mask, BLOCK)
+                part_or_zero(
+                    dv, dv_batch, dv_token, dv_head, dv_step, tokens, seq, head, qkv, x_place, None, rstd, r_place,
+                    cos, sin, dqkv, out_place, sums, first_sum, second_sum, rows, known, half, width, divisor, mask,
+                    token_mask, x_step, cos_row, cos_step, sin_row, sin_step, offset,
+                    False, True, False, False, ONE, HALF, BLOCK,
+                )  # fmt: skip
     if SUMS and ONE:
         if mine:
             write_sums(sums, first_sum, second_sum, half, INTERLEAVED, HALF)
-
-
-@triton.jit
-def zero(out, place, width, mask, BLOCK: tl.constexpr):
-    for start in tl.range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)[None, None, :]
-        inside = mask & (columns < width)
-        tl.store(out + place + columns, tl.zeros(inside.shape, out.dtype.element_ty), mask=inside)
 
 
 def backward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:

@@ -3,11 +3,13 @@ given, one from torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import index
 from typing import Any
 
 from torch import Tensor
 
-from tilewright.core.errors import InvalidArgument
+from tilewright.core.errors import InvalidArgument, NoKernel
 from tilewright.ops.sampling import softmax as rows
 from tilewright.ops.sampling import top
 from tilewright.ops.seeds import drawn
@@ -15,12 +17,43 @@ from tilewright.ops.seeds import drawn
 Numbers = dict[str, Any]
 
 
+_NAMES = {"row_k": "top_k", "row_p": "top_p"}
+"""The ops have two names for what is one argument here."""
+
+
+def _served(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the op returns; its refusals in the words of the function `name`."""
+    try:
+        return op(*args, **kwargs)
+    except InvalidArgument as error:
+        raise InvalidArgument(name, _NAMES.get(error.argument, error.argument), error.problem, error.remedy) from None
+    except NoKernel as error:
+        words = str(error)
+        for ours, theirs in _NAMES.items():
+            words = words.replace(ours, theirs)
+        raise NoKernel(words) from None
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    """Counted from the front."""
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise InvalidArgument("softmax", "dim", f"{dim!r} is a {type(dim).__name__}", "an integer is needed")
+    dim = index(dim)
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidArgument("softmax", "dim", f"{dim}", f"x has {x.dim()} dimensions")
+    dim %= x.dim()
+    if not x.shape[dim]:
+        raise InvalidArgument("softmax", "x", f"shape {list(x.shape)}", f"dimension {dim} must not be empty")
+    return dim
+
+
 def _apart(top_k: int | Tensor | None, top_p: float | Tensor | None, order: str) -> tuple[Numbers, Numbers]:
     """Tensors and options of the ops."""
     k = None if isinstance(top_k, Tensor) else top_k
     p = None if isinstance(top_p, Tensor) else top_p
     tensors = {"row_k": top_k if k is None else None, "row_p": top_p if p is None else None}
-    return tensors, {"top_k": k, "top_p": p, "order": order, "few": top.few_of(k, order)}
+    few = isinstance(k, int) and top.few_of(k, order)  # what is no number is refused by the op
+    return tensors, {"top_k": k, "top_p": p, "order": order, "few": few}
 
 
 def softmax(x: Tensor, *, dim: int = -1, scale: float = 1.0, backend: str | None = None) -> Tensor:
@@ -36,11 +69,12 @@ def softmax(x: Tensor, *, dim: int = -1, scale: float = 1.0, backend: str | None
         y: shape and dtype of x, rounded once. What is -infinity alone is NaN, as in torch.
 
     Raises:
-        InvalidArgument: as the op; also a dimension that x has not.
+        InvalidArgument: as the op; also a dimension that x has not, or that is no integer.
     """
-    if not -x.dim() <= dim < max(x.dim(), 1):
-        raise InvalidArgument("softmax", "dim", f"{dim}", f"x has {x.dim()} dimensions")
-    if dim in (-1, x.dim() - 1):
+    if not isinstance(x, Tensor) or not x.dim():  # the op refuses it
+        return rows.softmax(x, scale=scale, backend=backend)
+    dim = _dimension(x, dim)
+    if dim == x.dim() - 1:
         return rows.softmax(x, scale=scale, backend=backend)
     return rows.softmax(x.movedim(dim, -1), scale=scale, backend=backend).movedim(-1, dim)
 
@@ -69,7 +103,7 @@ def top_k_top_p_renorm(
         InvalidArgument: as the op.
     """
     tensors, options = _apart(top_k, top_p, order)
-    y: Tensor = top.top_k_top_p_renorm(probs, **tensors, **options, backend=backend)
+    y: Tensor = _served("top_k_top_p_renorm", top.top_k_top_p_renorm, probs, **tensors, **options, backend=backend)
     return y
 
 
@@ -101,9 +135,13 @@ def top_k_top_p_sample(
     if seed is None:
         if offset is not None:
             raise InvalidArgument("top_k_top_p_sample", "offset", "given without a seed", "pass both")
-        seed = drawn("top_k_top_p_sample", probs.device)
+        if isinstance(probs, Tensor):  # the op refuses what is none
+            seed = drawn("top_k_top_p_sample", probs.device)
     tensors, options = _apart(top_k, top_p, order)
-    found: tuple[Tensor, Tensor] = top.top_k_top_p_sample(probs, seed, offset, **tensors, **options, backend=backend)
+    op = top.top_k_top_p_sample
+    found: tuple[Tensor, Tensor] = _served(
+        "top_k_top_p_sample", op, probs, seed, offset, **tensors, **options, backend=backend
+    )
     return found
 
 

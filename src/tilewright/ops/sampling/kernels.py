@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.ops.rotary.places import sequences
 from tilewright.ops.sampling import configs
 
 _HERE = "tilewright.ops.sampling"
@@ -28,37 +29,29 @@ TRITON_KERNELS = [
 ]
 
 MOST_VOCABULARY = 1 << 23
+_TOP = (
+    unit_stride("probs"),
+    row_levels("probs"),
+    columns("probs", most=MOST_VOCABULARY),
+    sequences("row_k", "row_p", inner=0),
+)
 TRITON_KERNELS += [
     Kernel(
         f"top_k_top_p_{function}",
         "triton",
-        f"{_HERE}.triton_draw:{function}",
-        Capability(
-            (cuda(80), hip("gfx942")),
-            limits=(unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY)),
-        ),
-        configs.top_configs,
+        f"{_HERE}.triton_{file}:{function}",
+        Capability((cuda(80), hip("gfx942")), limits=(*_TOP, *limits)),
+        configs_,
+        label=label,
+        preference=place,
+    )
+    for file, configs_, label, place, limits in (
+        ("draw", configs.top_configs, "", None, ()),
+        # Before the search that any call of k and p can have.
+        ("bins", configs.bins_configs, "bins", 14, (configs.one_filter,)),
     )
     for function in ("renorm", "sample")
 ]
-
-TRITON_KERNELS += [
-    Kernel(
-        f"top_k_top_p_{function}",
-        "triton",
-        f"{_HERE}.triton_bins:{function}",
-        Capability(
-            (cuda(80), hip("gfx942")),
-            limits=(
-                unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY), configs.one_filter,
-            ),
-        ),
-        configs.bins_configs,
-        label="bins",
-        preference=14,  # before the search that any call of k and p can have
-    )
-    for function in ("renorm", "sample")
-]  # fmt: skip
 
 VENDOR_KERNELS = [Kernel(op, "vendor", f"{_HERE}.vendor:{op}", label="aten") for op, _ in SOFTMAX]
 

@@ -36,11 +36,11 @@ def _check(call: Call) -> None:
     floating(call, "probs")
     one_of(call, "order", *ORDERS)
     rows = call.probs.shape[:-1]
-    for name, dtypes in (("row_k", (torch.int32, torch.int64)), ("row_p", (torch.float32, torch.float64))):
+    for name, dtype in (("row_k", torch.int32), ("row_p", torch.float32)):
         facts = call.tensors[name]
         has_shape(call, name, rows, "one for each row of probs")
-        if facts is not None and facts.dtype not in dtypes:
-            found, wanted = (DTYPE_NAMES.get(d, str(d)) for d in (facts.dtype, dtypes[0]))
+        if facts is not None and facts.dtype != dtype:
+            found, wanted = (DTYPE_NAMES.get(d, str(d).removeprefix("torch.")) for d in (facts.dtype, dtype))
             raise InvalidArgument(call.op, name, f"dtype {found}", f"takes {wanted}")
     if call.top_k is not None and call.top_k < 1:
         raise InvalidArgument(call.op, "top_k", f"{call.top_k}", "must be 1 or more")
@@ -106,6 +106,7 @@ def _cost(call: Call) -> tuple[int, int]:
         options=OPTIONS,
         absent=_ABSENT,
         values={"row_k": _some_k, "row_p": _some_p},
+        spaced=("row_k", "row_p"),
         derive=_derive,
     ),
     workloads=workloads.SAMPLING,
@@ -166,6 +167,7 @@ def _ids(dtype: torch.dtype) -> Any:
         options=OPTIONS,
         absent=(*_ABSENT, ("offset", "row_k")),
         values={"row_k": _some_k, "row_p": _some_p, "seed": _number, "offset": _number},
+        spaced=("row_k", "row_p"),
         derive=_derive,
     ),
     workloads=workloads.SAMPLING,

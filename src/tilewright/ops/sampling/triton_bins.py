@@ -33,7 +33,7 @@ from tilewright.ops.sampling.triton_bins_search import (
     record_of,
     weight,
 )
-from tilewright.ops.sampling.triton_draw import shares
+from tilewright.ops.sampling.triton_draw import limits_of, shares
 from tilewright.ops.sampling.triton_select import LARGEST, draw_word, keys, mass, part_of, place, read
 from tilewright.ops.triton_rows import row_places
 
@@ -77,7 +77,7 @@ def early(
 
 @triton.jit
 def sift(
-    probs, space, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    probs, space, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
     MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def sift(
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, PDL)
     top, least, shift, k, p, good = ranges(
-        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     amount = weight(bits, top, MASS, UNIT)
     tl.store(base + ENDS + PARTS + block, tl.sum(amount, axis=0))
@@ -100,14 +100,14 @@ def sift(
 
 @triton.jit
 def find_bins(
-    space, row_k, row_p, top_k, top_p, total_columns, blocks,
+    space, row_k, row_p, k_step, p_step, top_k, top_p, total_columns, blocks,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     base = record_of(space, row, WIDTH, ROOM, PARTS)
     _top, _least, _shift, k, p, good = ranges(
-        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     find_bin(base, blocks, k, p, good, MASS, WIDTH, ROOM, PARTS)
 
@@ -159,8 +159,8 @@ def finish(
 
 @triton.jit
 def gather(
-    probs, space, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
-    total_columns,
+    probs, space, ids, valid, seed, offset, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns,
     MASS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr,
     UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def gather(
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, PDL and ids is None)
     top, least, shift, _k, _p, good = ranges(
-        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     reached = tl.load(base, cache_modifier=".cg").to(tl.int32)
     own = tl.where(inside & (bits >= least), (top - bits) >> shift, 1 << WIDTH)
@@ -197,8 +197,8 @@ def gather(
 
 @triton.jit
 def finish_rows(
-    probs, space, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
-    total_columns,
+    probs, space, ids, valid, seed, offset, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def finish_rows(
     row = tl.program_id(0).to(tl.int64)
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     top, least, shift, _k, _p, good = ranges(
-        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     finish(
         probs, base, ids, valid, seed, offset, row, probs_stride, probs_outer, probs_count, total_columns, blocks,
@@ -216,7 +216,7 @@ def finish_rows(
 
 @triton.jit
 def write(
-    probs, space, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
+    probs, space, y, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
     MASS: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ def write(
     base, blocks = record_of(space, row, WIDTH, ROOM, PARTS), tl.cdiv(total_columns, BLOCK)
     bits, _ = early(probs, row, columns, inside, probs_stride, probs_outer, probs_count, PDL, False)
     top, _least, _shift, _k, _p, good = ranges(
-        base, row_k, row_p, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
+        base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks, MASS, WIDTH, PARTS
     )  # fmt: skip
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(base + ENDS + 2 * PARTS + part, mask=part < blocks, other=0), axis=0)
@@ -254,9 +254,7 @@ def _found(call: Call, config: Config, drawn: dict[str, Argument] | None) -> tup
     parts = triton.next_power_of_2(blocks)
     space = Scratch("space", (rows, ENDS.value + 3 * parts + config.room + (1 << config.width)), torch.int64)
     where: dict[str, Argument] = {"probs": probs, **row_places("probs", probs), "total_columns": columns}
-    numbers: dict[str, Argument] = {"space": space, "row_k": call.row_k, "row_p": call.row_p}
-    numbers |= {"top_k": columns if call.top_k is None else call.top_k}
-    numbers |= {"top_p": 1.0 if call.top_p is None else call.top_p, "total_columns": columns}
+    numbers: dict[str, Argument] = {"space": space, **limits_of(call)}
     pieces = {"WIDTH": config.width, "ROOM": config.room, "PARTS": parts}
     cut = {"BLOCK": config.block}
     search = {"MASS": by_p(call), **pieces}

@@ -58,7 +58,7 @@ def weight(bits, top, MASS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def ranges(
-    base, row_k, row_p, row, top_k, top_p, total_columns, blocks,
+    base, row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns, blocks,
     MASS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of a row: bits of the largest, the least bits that are counted, how many bits a bin has (as a shift), k, p, and
@@ -67,7 +67,7 @@ def ranges(
     Tokens below (1 - p) * sum / columns have, all together, less than 1 - p of the sum: the nucleus does without them.
     A 32nd is taken off for the rounding of the sum, of masses and of the share; an infinite sum leaves all in.
     """
-    k, p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    k, p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     part = tl.arange(0, PARTS)
     marks = tl.load(base + ENDS + part, mask=part < blocks, other=0)
     top = (tl.max(marks, axis=0) >> 32).to(tl.int32)

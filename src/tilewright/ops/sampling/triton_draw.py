@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.rotary.places import merged
 from tilewright.ops.sampling.configs import by_k, by_p, keys_of, sorts
 from tilewright.ops.sampling.selection import unit_bits
 from tilewright.ops.sampling.triton_select import (
@@ -47,8 +48,9 @@ def shares(bits, kept, total, top, good, UNIT: tl.constexpr):
 
 @triton.jit
 def write(
-    probs, peaks, bounds, masses, y, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p, total_columns,
-    summed, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    probs, peaks, bounds, masses, y, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns, summed,
+    INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Probabilities that are kept, over the sum of the row's `summed` masses."""
     row, _, columns, inside = place(total_columns, BLOCK)
@@ -57,7 +59,7 @@ def write(
     top = top_of(peaks, row, tl.cdiv(total_columns, BLOCK), PARTS)
     part = tl.arange(0, PARTS)
     total = tl.sum(tl.load(masses + row * summed + part, mask=part < summed, other=0), axis=0)
-    _k, _p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    _k, _p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     good = good & (top > 0) & (top < LARGEST)
     share = shares(bits, keys(bits, columns, inside, INDEX) >= value, total, top, good, UNIT)
     tl.store(y + row * total_columns + columns, share.to(y.dtype.element_ty), mask=inside)
@@ -65,8 +67,9 @@ def write(
 
 @triton.jit
 def draw(
-    probs, peaks, bounds, masses, ids, valid, seed, offset, row_k, row_p, probs_stride, probs_outer, probs_count,
-    top_k, top_p, total_columns, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    probs, peaks, bounds, masses, ids, valid, seed, offset, row_k, row_p, k_step, p_step, probs_stride, probs_outer,
+    probs_count, top_k, top_p, total_columns,
+    INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The block in which the drawn mass is reached looks for the token."""
     row, block, columns, inside = place(total_columns, BLOCK)
@@ -77,7 +80,7 @@ def draw(
     spot -= tl.sum(tl.where(part < block, every, 0), axis=0)
     own = tl.sum(tl.where(part == block, every, 0), axis=0)
     top = top_of(peaks, row, blocks, PARTS)
-    _k, _p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    _k, _p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     good = good & (top > 0) & (top < LARGEST)
     if good:
         if (spot >= 0) & (spot < own):
@@ -102,15 +105,25 @@ def sample(call: Call, config: Config) -> tuple[Launch, ...]:
     return _found(call, config, "ids")
 
 
+def limits_of(call: Call) -> dict[str, Argument]:
+    """k and p, of rows or of all."""
+    columns: int = call.probs.columns
+    found: dict[str, Argument] = {"row_k": call.row_k, "row_p": call.row_p}
+    for name, facts in (("k_step", call.row_k), ("p_step", call.row_p)):
+        lead = None if facts is None else merged(facts, 0)
+        found[name] = lead[1] if lead else 0
+    found["top_k"] = columns if call.top_k is None else call.top_k
+    found["top_p"] = 1.0 if call.top_p is None else call.top_p
+    return found | {"total_columns": columns}
+
+
 def _found(call: Call, config: Config, what: str) -> tuple[Launch, ...]:
     probs: TensorFacts = call.probs
     rows, columns = probs.rows, probs.columns
     block = config.block
     blocks = triton.cdiv(columns, block)
     shared: dict[str, Argument] = {"probs": probs, **row_places("probs", probs), "total_columns": columns}
-    numbers: dict[str, Argument] = {"row_k": call.row_k, "row_p": call.row_p}
-    numbers |= {"top_k": columns if call.top_k is None else call.top_k}
-    numbers |= {"top_p": 1.0 if call.top_p is None else call.top_p, "total_columns": columns}
+    numbers = limits_of(call)
     index = (columns - 1).bit_length()
     sizes = {"INDEX": index, "UNIT": unit_bits(columns), "PARTS": triton.next_power_of_2(blocks)}
     peaks, bounds = Scratch("peaks", (rows, blocks), torch.int32), Scratch("bounds", (rows, 2), torch.int64)

@@ -66,17 +66,17 @@ def top_of(peaks, row, blocks, PARTS: tl.constexpr):
 
 
 @triton.jit
-def limits(row_k, row_p, row, top_k, top_p, total_columns):
-    """k and p of a row, and whether both are numbers that mean something."""
+def limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns):
+    """k and p of a row, which are steps apart, and whether both are numbers that mean something."""
     k = tl.minimum(top_k, total_columns)
     p = tl.minimum(tl.cast(top_p, tl.float32), 1.0)
     good = k >= 1
     if row_k is not None:
-        own = tl.load(row_k + row).to(tl.int64)
+        own = tl.load(row_k + row * k_step).to(tl.int64)
         good = good & (own >= 1)
         k = tl.minimum(k, tl.maximum(own, 1))
     if row_p is not None:
-        share = tl.load(row_p + row).to(tl.float32)
+        share = tl.load(row_p + row * p_step).to(tl.float32)
         good = good & (share == share)
         p = tl.where(share < p, share, p)
     return k, p, good
@@ -134,13 +134,13 @@ def survey(
 
 @triton.jit
 def advance(
-    counts, state, bounds, peaks, row_k, row_p, row, block, top_k, top_p, total_columns, cells,
+    counts, state, bounds, peaks, row_k, row_p, k_step, p_step, row, block, top_k, top_p, total_columns, cells,
     STEP: tl.constexpr, STEPS: tl.constexpr, BEFORE: tl.constexpr, MASS_BEFORE: tl.constexpr,
     WIDTH_BEFORE: tl.constexpr, BIN: tl.constexpr,
 ):  # fmt: skip
     """What the step before has come to. BEFORE: "none" (there is none), "first" or "later" of its search. Returns
     (prefix, what is left of the want, whether all is kept)."""
-    k, p, _ = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    k, p, _ = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     prefix, want = tl.full([], 0, tl.int64), k.to(tl.int64)
     if BEFORE != "none":
         own = counts + row * cells + (STEP - 1) * BIN
@@ -155,8 +155,8 @@ def advance(
 
 @triton.jit
 def search(
-    probs, peaks, counts, state, bounds, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
-    total_columns, cells,
+    probs, peaks, counts, state, bounds, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns, cells,
     STEP: tl.constexpr, STEPS: tl.constexpr, BEFORE: tl.constexpr, MASS_BEFORE: tl.constexpr, MASS: tl.constexpr,
     STARTS: tl.constexpr, LIMITED: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_BEFORE: tl.constexpr, BIN: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
@@ -166,7 +166,7 @@ def search(
     its search. LIMITED: only keys that the search for k has left."""
     row, block, columns, inside = place(total_columns, BLOCK)
     prefix, want, _ = advance(
-        counts, state, bounds, peaks, row_k, row_p, row, block, top_k, top_p, total_columns, cells,
+        counts, state, bounds, peaks, row_k, row_p, k_step, p_step, row, block, top_k, top_p, total_columns, cells,
         STEP, STEPS, BEFORE, MASS_BEFORE, WIDTH_BEFORE, BIN,
     )  # fmt: skip
     least = tl.full([], 0, tl.int64)
@@ -196,8 +196,8 @@ def search(
 
 @triton.jit
 def tally(
-    probs, peaks, counts, state, bounds, masses, row_k, row_p, probs_stride, probs_outer, probs_count, top_k, top_p,
-    total_columns, cells,
+    probs, peaks, counts, state, bounds, masses, row_k, row_p, k_step, p_step, probs_stride, probs_outer, probs_count,
+    top_k, top_p, total_columns, cells,
     STEP: tl.constexpr, STEPS: tl.constexpr, BEFORE: tl.constexpr, MASS_BEFORE: tl.constexpr,
     WIDTH_BEFORE: tl.constexpr, BOTH: tl.constexpr, BIN: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,7 +205,7 @@ def tally(
     """The least key that is kept, and the mass of what each block keeps. BOTH: k has been searched for before p."""
     row, block, columns, inside = place(total_columns, BLOCK)
     least, _, every = advance(
-        counts, state, bounds, peaks, row_k, row_p, row, block, top_k, top_p, total_columns, cells,
+        counts, state, bounds, peaks, row_k, row_p, k_step, p_step, row, block, top_k, top_p, total_columns, cells,
         STEP, STEPS, BEFORE, MASS_BEFORE, WIDTH_BEFORE, BIN,
     )  # fmt: skip
     if MASS_BEFORE:
@@ -236,7 +236,8 @@ def largest_keys(
 
 @triton.jit
 def choose(
-    peaks, found, bounds, masses, ids, valid, seed, offset, row_k, row_p, top_k, top_p, total_columns, blocks,
+    peaks, found, bounds, masses, ids, valid, seed, offset, row_k, row_p, k_step, p_step, top_k, top_p,
+    total_columns, blocks,
     K: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the K largest keys of all blocks, of these what k and p keep, and the token that is drawn."""
@@ -245,7 +246,7 @@ def choose(
     every = tl.load(found + row * blocks * K + at, mask=at < blocks * K, other=-1)
     key = tl.topk(every, K)
     rank = tl.arange(0, K)
-    k, p, good = limits(row_k, row_p, row, top_k, top_p, total_columns)
+    k, p, good = limits(row_k, row_p, k_step, p_step, row, top_k, top_p, total_columns)
     top = top_of(peaks, row, blocks, PARTS)
     good = good & (top > 0) & (top < LARGEST)
     among = (rank < k) & (key >= 0)
