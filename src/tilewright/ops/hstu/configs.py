@@ -1,0 +1,89 @@
+"""How the family is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
+device. Needs no compiler.
+
+Keys: `m` queries and `n` keys a tile; `tma` 1 where keys and values come through descriptors; warps and pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tilewright.core.call import Call
+from tilewright.core.launch import Config
+from tilewright.core.reason import Reason
+from tilewright.ops.attention.configs import Shape, by_descriptor, width_of
+from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
+from tilewright.ops.shared_memory import shared_bytes
+
+GROUPS: dict[int, tuple[Shape, ...]] = {
+    64: ((128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+    128: ((128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
+    256: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
+}
+"""m, n, warps, stages by the width of a head, where products are of whole warp groups (Hopper and later)."""
+OTHERS: dict[int, tuple[Shape, ...]] = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
+    128: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 3)),
+    256: ((64, 32, 8, 2), (64, 64, 8, 1)),
+}
+SINGLE: dict[int, tuple[Shape, ...]] = {
+    64: ((32, 32, 4, 2), (64, 32, 8, 2), (16, 32, 4, 2)),
+    128: ((32, 32, 8, 2), (16, 32, 4, 1), (32, 16, 8, 1)),
+    256: ((16, 16, 4, 1), (16, 16, 8, 1)),
+}
+"""Of float32."""
+SMALLEST: Shape = (16, 16, 4, 1)
+
+
+def forward_configs(call: Call) -> tuple[Config, ...]:
+    wanted = chosen(call, SINGLE, GROUPS, OTHERS)
+    rows, keys = (power_of_2_at_least(f.shape[-3]) for f in (call.q, call.k))
+    found: dict[Config, None] = {}
+    for shape in (*wanted, SMALLEST):
+        m, n, warps, stages = fitted(call, shape, 0)
+        if not stages or (shape == SMALLEST and found):
+            continue
+        m, n = min(m, max(16, rows)), min(n, max(16, keys))
+        for tma in (1, 0) if call.device.is_gpu and by_descriptor(call) else (0,):
+            found[Config(m=m, n=n, tma=tma, num_warps=warps, num_stages=stages)] = None
+    return tuple(found)
+
+
+def chosen(call: Call, single: dict[int, Any], groups: dict[int, Any], others: dict[int, Any]) -> tuple[Any, ...]:
+    """By dtype and device, of the width of a head."""
+    wide = max(64, width_of(call.q), width_of(call.v))
+    if call.q.dtype == torch.float32 and call.device.is_gpu:
+        return tuple(single[wide])
+    whole = not call.device.is_gpu or (90 <= call.device.sm < 120 and not call.options.get("dropout_p"))
+    return tuple((groups if whole else others)[wide])
+
+
+def fitted(call: Call, shape: Shape, owned: int) -> Shape:
+    """With as many stages as fit in shared memory beside what a program owns, of which 0 says that none does. A program
+    owns `owned` times as much as its queries alone."""
+    m, n, warps, stages = shape
+    size, wide, v_wide = call.q.dtype.itemsize, width_of(call.q), width_of(call.v)
+    mine, walked = (n * (wide + v_wide), m) if owned == 1 else (m * (wide + v_wide * (owned == 2)), n)
+    room = shared_bytes(call.device) - (mine * size if call.device.kind != "hip" else 0)
+    return m, n, warps, max(0, min(stages, room // (walked * (wide + v_wide) * size)))
+
+
+def head_dims(call: Call) -> Iterable[Reason]:
+    """What a tile holds whole."""
+    for facts in (call.q, call.v):
+        if facts.columns > 256:
+            yield Reason(facts.name, f"head dimension {facts.columns}; takes up to 256")
+
+
+def countable(call: Call) -> Iterable[Reason]:
+    """Sequences, and tiles of them, are counted in 32 bits."""
+    for facts in (call.q, call.k):
+        if facts.shape[-3] >= 1 << 30:
+            yield Reason(facts.name, f"{facts.shape[-3]} tokens; takes fewer than 2^30")
+    sequences = call.seq_offsets.shape[0] if "seq_offsets" in call.tensors else call.q.shape[0]
+    tiles = (call.q.shape[-3] // 16 + sequences) * call.q.shape[-2]
+    if tiles > MOST_BLOCKS:
+        yield Reason("q", f"up to {tiles} tiles of 16 rows; takes {MOST_BLOCKS}", "split the batch")
