@@ -87,3 +87,55 @@ def countable(call: Call) -> Iterable[Reason]:
     tiles = (call.q.shape[-3] // 16 + sequences) * call.q.shape[-2]
     if tiles > MOST_BLOCKS:
         yield Reason("q", f"up to {tiles} tiles of 16 rows; takes {MOST_BLOCKS}", "split the batch")
+Pair = tuple[Shape, Shape]
+"""Queries, keys, warps and stages of a program that owns keys, and of one that owns queries."""
+GROUPS_BACKWARD: dict[int, tuple[Pair, ...]] = {
+    64: (((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 128, 4, 2), (128, 64, 4, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
+    128: (((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 64, 4, 2), (64, 64, 4, 2)), ((32, 128, 8, 2), (128, 32, 8, 2))),
+    256: (((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 1), (64, 64, 8, 1))),
+}
+OTHERS_BACKWARD: dict[int, tuple[Pair, ...]] = {
+    64: (((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
+    128: (((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
+    256: (((16, 32, 8, 1), (16, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
+}
+SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {
+    64: (((32, 32, 8, 1), (32, 32, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1))),
+    128: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32, 8, 1), (32, 16, 8, 1))),
+    256: (((16, 16, 8, 1), (16, 16, 8, 1)),),
+}
+
+
+def backward_configs(call: Call) -> tuple[Config, ...]:
+    wanted = chosen(call, SINGLE_BACKWARD, GROUPS_BACKWARD, OTHERS_BACKWARD)
+    rows, keys = (power_of_2_at_least(f.shape[-3]) for f in (call.q, call.k))
+    found: dict[Config, None] = {}
+    smallest: Pair = (SMALLEST, SMALLEST)
+    for pair in (*wanted, smallest):
+        k_m, k_n, k_warps, k_stages = fitted(call, pair[0], 1)
+        q_m, q_n, q_warps, q_stages = fitted(call, pair[1], 2)
+        if not k_stages or not q_stages or (pair == smallest and found):
+            continue
+        k_m, q_m = (min(m, max(16, rows)) for m in (k_m, q_m))
+        k_n, q_n = (min(n, max(16, keys)) for n in (k_n, q_n))
+        for tma in (1, 0) if call.device.is_gpu and _by_descriptor(call) else (0,):
+            found[Config(
+                k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages, q_m=q_m, q_n=q_n, q_warps=q_warps,
+                q_stages=q_stages, tma=tma,
+            )] = None  # fmt: skip
+    return tuple(found)
+
+
+def _by_descriptor(call: Call) -> bool:
+    """Whether hardware can copy tiles of everything that is walked."""
+    if not by_descriptor(call):
+        return False
+    for facts in (call.q, call.do):
+        size = facts.dtype.itemsize
+        if facts.column_stride != 1 or facts.align < 16 or facts.columns * size % 16:
+            return False
+        if any(s * size % 16 for n, s in zip(facts.shape[:-1], facts.stride[:-1], strict=True) if n > 1):
+            return False
+        if not 16 <= facts.stride[-3] * size < 2**40:
+            return False
+    return True

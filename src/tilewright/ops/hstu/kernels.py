@@ -11,10 +11,13 @@ _LIMITS = (unit_stride("q", "k", "v"), configs.head_dims, configs.countable)
 
 TRITON_KERNELS = [
     Kernel(
-        op, "triton", f"{_HERE}.triton:forward", Capability((cuda(80), hip("gfx942")), limits=_LIMITS),
-        configs.forward_configs,
+        f"{op}{suffix}", "triton", f"{_HERE}.{source}", Capability((cuda(80), hip("gfx942")), limits=_LIMITS), found,
     )
     for op in ("silu_attention", "hstu_attention")
+    for suffix, source, found in (
+        ("", "triton:forward", configs.forward_configs),
+        ("_backward", "triton_backward:backward", configs.backward_configs),
+    )
 ]  # fmt: skip
 
 KERNELS = [*TRITON_KERNELS]

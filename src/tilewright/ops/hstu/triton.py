@@ -18,7 +18,7 @@ from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.triton import DESCRIPTOR
 from tilewright.ops.attention.triton_tiles import kept, precision
 from tilewright.ops.hstu import arguments
-from tilewright.ops.hstu.triton_tiles import add_product, hstu_order, inverse, place_of, room_for, spans, tile_of
+from tilewright.ops.hstu.triton_tiles import add_product, hstu_order, inverse, keys_of, place_of, room_for, tile_of
 
 
 @triton.jit
@@ -104,41 +104,19 @@ def hstu_forward(
     line = batch * rows + token + query
     out = o + (line * heads + head)[:, None] * V_WIDTH + v_columns[None, :]
 
-    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
+    there, targets = length, 0
     if JAGGED:
-        there, targets = length, 0
         if n == count:  # behind the last sequence there is nothing to see
             tl.store(out, tl.zeros([M, DV], tl.float32).to(o.dtype.element_ty), mask=store)
             return
         if num_targets is not None:
             targets = tl.load(num_targets + n).to(tl.int32)
-        low, high = spans(query, length, targets, shared.to(tl.int32), window.to(tl.int32), tail.to(tl.int32),
-                          CAUSAL, CONTEXT, WINDOW)  # fmt: skip
-        start = tl.min(tl.where(inside, low, length), 0)
-        end = tl.max(tl.where(inside, high, 0), 0)
-        if DROPS:
-            start = start // 4 * 4  # words of the mask come by four
-        end = tl.maximum(end, start)
-        whole, edge = start, end
-        if WINDOW:
-            most = tl.max(tl.where(inside, low, 0), 0)
-            whole = start + tl.minimum(tl.cdiv(tl.maximum(most - start, 0), N), tl.cdiv(end - start, N)) * N
-        edge = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, length), 0), start), end)
-        edge = tl.maximum(start + (edge - start) // N * N, whole)
     else:
         there = keys.to(tl.int32)
-        low, high = query * 0, query * 0 + there
-        start, whole, end = there * 0, there * 0, there
-        edge = end // N * N
-        if mask is not None:
-            edge = start
-    before = (whole - start) // N
-    main = before + tl.maximum(tl.cdiv(end - edge, N), 0)
-    covered = start + tl.cdiv(end - start, N) * N
-    again = tl.maximum(covered, begin)
-    cut = main
-    if JAGGED:  # keys that rows see as themselves alone
-        cut += tl.maximum(tl.cdiv(tl.minimum(begin + M, length) - again, N), 0)
+    low, high, start, before, edge, main, again, cut, whole, turns = keys_of(
+        query, inside, begin, length, there, targets, shared, window, tail,
+        JAGGED, CAUSAL, CONTEXT, WINDOW, DROPS, mask is not None, M, N,
+    )  # fmt: skip
 
     q_place = q + batch * q_batch + (token + query) * q_row + head * q_head
     q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
@@ -158,7 +136,7 @@ def hstu_forward(
     power = room_for(M)
     if mask is None:
         total, power = walk(
-            mine, at_k, at_v, total, power, (edge - whole) // N, whole, 0, 0, 0, 0, there, low, high, query, mask_rows,
+            mine, at_k, at_v, total, power, turns, whole, 0, 0, 0, 0, there, low, high, query, mask_rows,
             mask_step, inside, alpha, k_row, v_row, drawn, offsets, numbers, limit,
             False, JAGGED, DROPS, LIFTS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip

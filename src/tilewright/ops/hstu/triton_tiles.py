@@ -100,6 +100,95 @@ def spans(i, length, targets, shared, window, tail, CAUSAL: tl.constexpr, CONTEX
 
 
 @triton.jit
+def keys_of(
+    query, inside, begin, length, there, targets, shared, window, tail,
+    JAGGED: tl.constexpr, CAUSAL: tl.constexpr, CONTEXT: tl.constexpr, WINDOW: tl.constexpr, DROPS: tl.constexpr,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What keys a tile of queries walks: (low, high) of each row; of the walk under a mask the first key, how many
+    tiles begin there, the key and the number where the next ones begin, then those where the last ones do, and how many
+    there are; the first key of the walk without a mask, and how many tiles that has.
+
+    Keys from `start` to `end` are seen by some row of the tile, those from `whole` to `edge` by all of them; the last
+    ones by rows that see themselves apart.
+    """
+    if JAGGED:
+        low, high = spans(query, length, targets, shared.to(tl.int32), window.to(tl.int32), tail.to(tl.int32),
+                          CAUSAL, CONTEXT, WINDOW)  # fmt: skip
+        start = tl.min(tl.where(inside, low, length), 0)
+        if DROPS:
+            start = start // 4 * 4  # words of the mask come by four
+        end = tl.maximum(tl.max(tl.where(inside, high, 0), 0), start)
+        whole = start
+        if WINDOW:
+            most = tl.max(tl.where(inside, low, 0), 0)
+            whole = start + tl.minimum(tl.cdiv(tl.maximum(most - start, 0), N), tl.cdiv(end - start, N)) * N
+        edge = tl.minimum(tl.maximum(tl.min(tl.where(inside, high, length), 0), start), end)
+        edge = tl.maximum(start + (edge - start) // N * N, whole)
+    else:
+        low, high = query * 0, query * 0 + there
+        start, whole, end = there * 0, there * 0, there
+        edge = end // N * N
+        if MASK:
+            edge = start
+    before = (whole - start) // N
+    main = before + tl.maximum(tl.cdiv(end - edge, N), 0)
+    again = tl.maximum(start + tl.cdiv(end - start, N) * N, begin)
+    cut = main
+    if JAGGED:
+        cut += tl.maximum(tl.cdiv(tl.minimum(begin + M, length) - again, N), 0)
+    return low, high, start, before, edge, main, again, cut, whole, (edge - whole) // N
+
+
+@triton.jit
+def queries_of(
+    begin, rows, length, targets, shared, window, tail,
+    JAGGED: tl.constexpr, CAUSAL: tl.constexpr, CONTEXT: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What queries a tile of keys from `begin` on is walked by: (end of the context before it; start and end of those
+    next to it; end of those that see all of it, which follow; end of those that see some, which follow; start of the
+    tail), each of which but the third is walked under a mask."""
+    if JAGGED:
+        behind = length - targets
+        last = behind - shared
+        stop = tl.minimum(begin + N, length)  # of the keys
+        seen = (last > 0) & (begin < behind)  # by others than themselves
+        history = seen & (begin + N <= behind)
+        if CAUSAL:
+            context = begin * 0
+            if CONTEXT:
+                context = tl.where(seen, tl.minimum(shared + 1, begin), 0)
+            near, far = begin, stop
+            whole, end = length, length
+            if WINDOW:
+                whole = tl.minimum(tl.maximum(shared, begin) + window + 1, behind)
+                whole = tl.where(behind - window <= begin, length, whole)
+                end = tl.minimum(tl.maximum(shared, stop - 1) + window + 1, behind)
+                end = tl.where(behind - window < stop, length, end)
+        else:
+            context = begin * 0
+            near, far = tl.where(seen, 0, begin), tl.where(seen, 0, stop)
+            whole, end = length, length
+            if WINDOW:
+                whole = begin * 0
+        count = tl.where(history, tl.maximum(whole - far, 0) // M, 0)
+        whole = far + count * M
+        end = tl.where(seen, tl.maximum(end, whole), whole)
+        again = length
+        if WINDOW and CAUSAL:
+            again = tl.maximum(end, tl.maximum(last - tail, 0) + shared)
+            again = tl.where(seen & (tail > 0), tl.minimum(again, length), length)
+        return context, near, far, whole, end, again
+    else:
+        none = rows * 0
+        whole = none
+        if not MASK:
+            whole = rows // M * M
+        return none, none, none, whole, rows, rows
+
+
+@triton.jit
 def tile_of(
     at, first, end, row_step, step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr,
