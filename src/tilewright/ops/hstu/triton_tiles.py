@@ -153,9 +153,10 @@ def queries_of(
         behind = length - targets
         last = behind - shared
         stop = tl.minimum(begin + N, length)  # of the keys
-        seen = (last > 0) & (begin < behind)  # by others than themselves
+        seen = last > 0  # by others than themselves
         history = seen & (begin + N <= behind)
         if CAUSAL:
+            seen = seen & (begin < behind)
             context = begin * 0
             if CONTEXT:
                 context = tl.where(seen, tl.minimum(shared + 1, begin), 0)
