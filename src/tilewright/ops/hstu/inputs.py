@@ -19,6 +19,7 @@ from tilewright.ops.attention.inputs import finite, number, small
 from tilewright.ops.attention.inputs_varlen import starts
 
 MOST_PAIRS = 1 << 24
+WITHIN = 1 << 14
 MOST_LENGTH = 8192
 """The longest sequence of a probe: `max_seqlen`."""
 
@@ -33,11 +34,30 @@ DENSE_VARIED: tuple[dict[str, int], ...] = (
 _NEEDS = tuple({"needs": needs} for needs in ((True, False, False), (False, True, False), (False, False, True)))
 
 
+def _within_float16(found: dict[str, Any], scale: float, factor: float) -> None:
+    """Make v and do so small that no result comes near the largest float16: what is rounded on the way then decides
+    whether it is Inf. Weights may be larger."""
+    q, k = found["q"], found["k"]
+    if q.dtype != torch.float16 or not q.numel() or not k.numel():
+        return
+    most = {n: float(torch.nan_to_num(found[n], nan=0.0, posinf=0.0, neginf=0.0).abs().max()) for n in ("q", "k")}
+    pairs = abs(scale * factor) * q.shape[-1] * max(q.shape[-3], k.shape[-3])
+    reach = pairs * most["q"] * most["k"]
+    for name in ("v", "do"):
+        if found.get(name) is not None:
+            size = float(torch.nan_to_num(found[name], nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+            found[name] = found[name] * min(1.0, WITHIN / max(reach * size, 1.0))
+            reach = max(reach, pairs * min(size, WITHIN / max(reach, 1e-30)) * max(most.values()))
+
+
 def _derive_dense(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     mask = found["mask"]
     if mask is None:
+        _within_float16(found, options["scale"], options["post_scale"])
         return
     finite(found, "q", "k", "v", "do", "mask")
+    largest = float(found["mask"].abs().max()) if mask.numel() else 0.0
+    _within_float16(found, options["scale"], options["post_scale"] * largest)
     mask = torch.where(found["mask"] < -0.8, 0.0, found["mask"])
     mask[..., -1:] = 0.0  # nobody sees the last key
     found["mask"] = mask
@@ -112,6 +132,7 @@ def _derive_jagged(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         few = torch.arange(steps.numel(), device=steps.device) * 3 + 2
         found["num_targets"] = torch.minimum(torch.where(few % 4 == 0, steps, few), steps).to(found["num_targets"].dtype)
     finite(found, "q", "k", "v", "do")
+    _within_float16(found, options["alpha"], 1.0 if found["attn_scale"] is not None else 1.0 / options["max_seqlen"])
     behind = torch.arange(tokens, device=ends.device) >= ends[-1]
     for name in ("q", "k", "v", "do"):
         if found.get(name) is not None:

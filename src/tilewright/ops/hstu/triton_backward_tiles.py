@@ -33,7 +33,7 @@ def walk_queries(
 ):  # fmt: skip
     """dk and dv from `turns` tiles of queries, from `first_of` on; under a mask from the turns `second`, `third` and
     `fourth` on those from `starts`, and none of a part from its `stops` on."""
-    for turn in tl.range(0, turns):
+    for turn in tl.range(0, turns, disable_licm=MASKED):  # what is kept across turns would spill
         first, stop = first_of + turn * M, end
         if MASKED:
             stop = stops[0]
