@@ -76,7 +76,9 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factor: Tensor | floa
         which = seen[i].nonzero().squeeze(-1)
         x = torch.einsum("jhd,hd->jh", k[which], q[i]) * scale
         p = x / (1.0 + torch.exp(-x))
-        rows.append(torch.einsum("jh,jhd->hd", p * (factor[i, which, None] if isinstance(factor, Tensor) else factor), v[which]))
+        rows.append(
+            torch.einsum("jh,jhd->hd", p * (factor[i, which, None] if isinstance(factor, Tensor) else factor), v[which])
+        )
     return torch.stack(rows)
 
 
@@ -124,7 +126,8 @@ def test_intervals_are_the_mask(causal: bool) -> None:
 def test_tiles_that_the_mask_cuts(case: dict[str, Any], targets: list[int] | None, device: str) -> None:
     """Forward and gradients of the definition, and by Triton in tiles so small that each sequence has several."""
     wanted = truth(targets, case)
-    given = {"num_targets": None if targets is None else numbers(targets, device), "seq_offsets": numbers(OFFSETS, device)}
+    given = {"num_targets": None if targets is None else numbers(targets, device)}
+    given["seq_offsets"] = numbers(OFFSETS, device)
     q, k, v, do = (t.float().to(device) for t in tokens())
     sizes = {"k_m": 16, "k_n": 16, "k_warps": 4, "k_stages": 1, "q_m": 16, "q_n": 16, "q_warps": 4, "q_stages": 1}
     configs = {"hstu_attention": [Config(m=16, n=16, tma=0, num_warps=4, num_stages=1)]}
@@ -191,12 +194,11 @@ def test_dropout_goes_by_the_packed_token_and_the_place_in_the_sequence(backend:
 
 
 def test_gradients_by_finite_differences() -> None:
-    q, k, v, _ = (t[:60].requires_grad_() for t in tokens(5, 3, 1))
+    q, k, v, _ = (t[:60] for t in tokens(5, 3, 1))
     ends, targets = numbers([0, 37, 37, 55]), numbers([4, 0, 2])
-    assert torch.autograd.gradcheck(
-        lambda *t: tw.hstu_attention(*torch.nan_to_num(torch.stack(t[:2])), torch.nan_to_num(t[2]), ends, num_targets=targets,
-                                     contextual_len=2, window=9, full_tail=3, **SCALES), (q, k, v), fast_mode=True,
-    )  # fmt: skip
+    q, k, v = (t.detach().nan_to_num(nan=0.0).requires_grad_() for t in (q, k, v))
+    options = {"num_targets": targets, "contextual_len": 2, "window": 9, "full_tail": 3, **SCALES}
+    assert torch.autograd.gradcheck(lambda *t: tw.hstu_attention(*t, ends, **options), (q, k, v), fast_mode=True)
     a, b, c = (torch.randn(2, 7, 2, 7, dtype=torch.float64, requires_grad=True) for _ in range(3))  # as long as wide
     mask = torch.randn(2, 1, 7, 7, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda *t: tw.silu_attention(*t, mask=mask, scale=0.4, post_scale=-2.0), (a, b, c))
@@ -251,7 +253,8 @@ def test_minus_infinity_is_nan_and_no_tokens_are_none(backend: str, device: str)
     one = torch.ones(1, 1, 1, 16, device=device)
     with tw.use(check="never"):
         assert tw.silu_attention(one, one * -math.inf, one, backend=backend).isnan().all()
-        none = tw.silu_attention(torch.randn(2, 3, 2, 16, device=device), *[torch.randn(2, 0, 2, 16, device=device)] * 2)
+        q, k = (torch.randn(2, n, 2, 16, device=device) for n in (3, 0))
+        none = tw.silu_attention(q, k, k)
         assert none.shape == (2, 3, 2, 16) and not none.any()
         q = torch.full((3, 2, 16), math.nan, device=device)
         o = tw.hstu_attention(q, q, q, numbers([0, 0, 0], device), **SCALES, backend=backend)

@@ -1,7 +1,7 @@
 """How the family is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
 device. Needs no compiler.
 
-Keys: `m` queries and `n` keys a tile; `tma` 1 where keys and values come through descriptors; warps and pipeline stages.
+Keys: `m` queries and `n` keys a tile; `tma` 1 where what is walked comes through descriptors; warps and pipeline stages.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def countable(call: Call) -> Iterable[Reason]:
     tiles = (call.q.shape[-3] // 16 + sequences) * call.q.shape[-2]
     if tiles > MOST_BLOCKS:
         yield Reason("q", f"up to {tiles} tiles of 16 rows; takes {MOST_BLOCKS}", "split the batch")
+
+
 Pair = tuple[Shape, Shape]
 """Queries, keys, warps and stages of a program that owns keys, and of one that owns queries."""
 GROUPS_BACKWARD: dict[int, tuple[Pair, ...]] = {

@@ -130,7 +130,9 @@ def _derive_jagged(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     found["seq_offsets"] = ends.to(kind)
     if found["num_targets"] is not None:  # a few, all, none
         few = torch.arange(steps.numel(), device=steps.device) * 3 + 2
-        found["num_targets"] = torch.minimum(torch.where(few % 4 == 0, steps, few), steps).to(found["num_targets"].dtype)
+        found["num_targets"] = torch.minimum(torch.where(few % 4 == 0, steps, few), steps).to(
+            found["num_targets"].dtype
+        )
     finite(found, "q", "k", "v", "do")
     _within_float16(found, options["alpha"], 1.0 if found["attn_scale"] is not None else 1.0 / options["max_seqlen"])
     behind = torch.arange(tokens, device=ends.device) >= ends[-1]

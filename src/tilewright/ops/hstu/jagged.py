@@ -38,7 +38,9 @@ def _check_values(tensors: Mapping[str, Tensor | None], options: Mapping[str, An
         raise InvalidArgument("hstu_attention", "seq_offsets", str(offsets.tolist()[:16]), needs)
     if steps.numel() and int(steps.max()) > options["max_seqlen"]:
         problem = f"{options['max_seqlen']}, while a sequence has {int(steps.max())}"
-        raise InvalidArgument("hstu_attention", "max_seqlen", problem, "the longest, or more: weights are divided by it")
+        raise InvalidArgument(
+            "hstu_attention", "max_seqlen", problem, "the longest, or more: weights are divided by it"
+        )
     if targets is not None and bool(((targets < 0) | (targets > steps)).any()):
         needs = "from 0 to the length of each sequence"
         raise InvalidArgument("hstu_attention", "num_targets", str(targets.tolist()[:16]), needs)
@@ -168,8 +170,8 @@ def hstu_attention(
 
     Raises:
         InvalidArgument: wrong dtypes or shapes, a missing seed; on a CPU also sequences that overlap, end past the
-            tokens or are longer than max_seqlen, and targets that a sequence has not. Elsewhere nobody looks: a longer
-            sequence is cut off at max_seqlen or served.
+            tokens or are longer than max_seqlen, and targets that a sequence has not. Elsewhere nobody looks, and a longer
+            sequence is served.
     """
     given = {"q": q, "k": k, "v": v, "seq_offsets": seq_offsets, "num_targets": num_targets, "attn_scale": attn_scale}
     chosen = {"max_seqlen": max_seqlen, "alpha": alpha, "dropout_p": dropout_p}

@@ -2,8 +2,8 @@
 jagged op share.
 
 Tensors are [B, S, H, D]. `seen` is True where a pair counts (None: everywhere), `factor` multiplies weights (of the
-mask, of dropout, of each query; it broadcasts to [B, H, Sq, Sk]), `scale` scores. All is in the accumulation dtype. What
-is not seen is selected away: SiLU of -Inf is NaN, and so is 0 times NaN.
+mask, of dropout, of each query; it broadcasts to [B, H, Sq, Sk]), `scale` scores. All is in the accumulation dtype.
+What is not seen is selected away: SiLU of -Inf is NaN, and so is 0 times NaN.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ def walk(
     q, k, v, total, power, turns, begin, split, resume, split2, again, end, low, high, query, mask_rows, mask_step,
     inside, alpha, k_row, v_row, seed, offset, numbers, limit,
     MASKED: tl.constexpr, SELF: tl.constexpr, DROPS: tl.constexpr, LIFTS: tl.constexpr, TMA: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total + P v over `turns` tiles of keys: `split` from key `begin` on, up to `split2` from `resume`, the others from
-    `again`. SELF: a row sees itself too."""
+    """total + P v over `turns` tiles of keys: `split` from key `begin` on, up to `split2` from `resume`, the others
+    from `again`. SELF: a row sees itself too."""
     for turn in tl.range(0, turns):
         first = begin + turn * N
         if MASKED:
@@ -87,9 +88,7 @@ def hstu_forward(
             if tl.program_id(0) == 0:
                 tl.store(state, drawn)
                 tl.store(state + 1, offsets)
-    n, head, begin, token, length = place_of(
-        tl.program_id(0), order, seq_offsets, count, rows, heads, tiles, True, M
-    )
+    n, head, begin, token, length = place_of(tl.program_id(0), order, seq_offsets, count, rows, heads, tiles, True, M)
     if begin >= length:
         return
     query = begin + tl.arange(0, M)

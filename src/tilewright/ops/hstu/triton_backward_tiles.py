@@ -104,9 +104,7 @@ def hstu_keys(
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
     k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
     v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
-    n, head, begin, token, there = place_of(
-        tl.program_id(0), order, seq_offsets, count, keys, heads, tiles, False, N
-    )
+    n, head, begin, token, there = place_of(tl.program_id(0), order, seq_offsets, count, keys, heads, tiles, False, N)
     if begin >= there:
         return
     JAGGED: tl.constexpr = seq_offsets is not None
@@ -259,9 +257,7 @@ def hstu_queries(
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
     k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
     v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
-    n, head, begin, token, length = place_of(
-        tl.program_id(0), order, seq_offsets, count, rows, heads, tiles, True, M
-    )
+    n, head, begin, token, length = place_of(tl.program_id(0), order, seq_offsets, count, rows, heads, tiles, True, M)
     if begin >= length:
         return
     query = begin + tl.arange(0, M)

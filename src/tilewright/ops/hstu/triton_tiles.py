@@ -1,5 +1,5 @@
-"""What the Triton kernels of the family share: which rows a program has, where they lie, what each sees, and products in
-float16.
+"""What the Triton kernels of the family share: which rows a program has, where they lie, what each sees, and products
+in float16.
 
 Rows are counted in their sequence, in 32 bits; what they are multiplied by is 64. A row sees keys [low, high), and, of
 packed sequences, itself: see `masks.spans`.
@@ -232,9 +232,9 @@ def inverse(power):
 
 @triton.jit
 def add_product(total, power, p, values, LIFTS: tl.constexpr, PRECISION: tl.constexpr):
-    """(total + p values, power). p is rounded to the dtype of `values`. LIFTS (of float16): each row of p is lifted by a power of
-    two to what that dtype holds best, and the total with it: weights are not bounded as those of a softmax are, and
-    their gradients are small."""
+    """(total + p values, power). p is rounded to the dtype of `values`. LIFTS (of float16): each row of p is lifted by
+    a power of two to what that dtype holds best, and the total with it: weights are not bounded as those of a softmax
+    are, and their gradients are small."""
     if LIFTS:
         new = tl.minimum(power, room(tl.max(tl.abs(p), 1)))
         total *= (new * inverse(power))[:, None]
