@@ -1,7 +1,8 @@
 """How the family is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
 device. Needs no compiler.
 
-Keys: `m` queries and `n` keys a tile; `tma` 1 where what is walked comes through descriptors; warps and pipeline stages.
+Keys: `m` queries and `n` keys a tile; `tma` 1 where what is walked comes through descriptors; warps and
+pipeline stages.
 """
 
 from __future__ import annotations

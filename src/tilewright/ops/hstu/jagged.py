@@ -170,8 +170,8 @@ def hstu_attention(
 
     Raises:
         InvalidArgument: wrong dtypes or shapes, a missing seed; on a CPU also sequences that overlap, end past the
-            tokens or are longer than max_seqlen, and targets that a sequence has not. Elsewhere nobody looks, and a longer
-            sequence is served.
+            tokens or are longer than max_seqlen, and targets that a sequence has not. Elsewhere nobody looks, and a
+            longer sequence is served.
     """
     given = {"q": q, "k": k, "v": v, "seq_offsets": seq_offsets, "num_targets": num_targets, "attn_scale": attn_scale}
     chosen = {"max_seqlen": max_seqlen, "alpha": alpha, "dropout_p": dropout_p}

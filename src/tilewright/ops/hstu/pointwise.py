@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.softmax import gathered, products, weighted
-
 ROUNDING = (
     "once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp of each "
     "term is then allowed"
@@ -29,57 +27,72 @@ STEPS = 4.0
 Scales = dict[str, Tensor]
 
 
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """[B, H, Sa, Sb] of a [B, Sa, H, D] and b [B, Sb, H, D]."""
+    return torch.einsum("bihd,bjhd->bhij", a, b)
+
+
+def _weighted(p: Tensor, b: Tensor) -> Tensor:
+    """[B, Sa, H, D]: sums over b [B, Sb, H, D] with weights p [B, H, Sa, Sb]."""
+    return torch.einsum("bhij,bjhd->bihd", p, b)
+
+
+def _gathered(p: Tensor, a: Tensor) -> Tensor:
+    """[B, Sb, H, D]: sums over a [B, Sa, H, D]."""
+    return torch.einsum("bhij,bihd->bjhd", p, a)
+
+
 def _select(seen: Tensor | None, values: Tensor) -> Tensor:
     return values if seen is None else torch.where(seen, values, 0.0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, factor: Tensor | float, scale: float) -> Tensor:
     """o [B, Sq, H, Dv], unrounded."""
-    x = products(q, k) * scale
-    return weighted(_select(seen, x * torch.sigmoid(x) * factor), v)
+    x = _products(q, k) * scale
+    return _weighted(_select(seen, x * torch.sigmoid(x) * factor), v)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, factor: Tensor | float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), unrounded."""
-    x, heads = products(q, k) * scale, q.shape[2]
+    x = _products(q, k) * scale
     s = torch.sigmoid(x)
     p = _select(seen, x * s * factor)
-    dx = _select(seen, products(do, v) * factor * (s * (1.0 + x * torch.sigmoid(-x))) * scale)
-    return weighted(dx, k), gathered(dx, q, heads), gathered(p, do, heads)
+    dx = _select(seen, _products(do, v) * factor * (s * (1.0 + x * torch.sigmoid(-x))) * scale)
+    return _weighted(dx, k), _gathered(dx, q), _gathered(p, do)
 
 
 def scales(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, factor: Tensor | float, scale: float
 ) -> tuple[Scales, Scales]:
     """(A, what may be rounded) of o. An error of a score is one of its weight, as steep as SiLU is."""
-    x = products(q, k) * scale
-    terms = products(q.abs(), k.abs()) * abs(scale)
+    x = _products(q, k) * scale
+    terms = _products(q.abs(), k.abs()) * abs(scale)
     p = _select(seen, x * torch.sigmoid(x) * factor)
     error = _select(seen, terms * factor).abs() * STEEPEST + p.abs() * STEPS
-    o = {"o": weighted(error, v.abs())}
-    return _finite(o), _finite({"o": weighted(p.square(), v.square()).sqrt()})
+    o = {"o": _weighted(error, v.abs())}
+    return _finite(o), _finite({"o": _weighted(p.square(), v.square()).sqrt()})
 
 
 def scales_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, factor: Tensor | float, scale: float
 ) -> tuple[Scales, Scales]:
     """(A, what may be rounded) of dq, dk and dv."""
-    x, heads = products(q, k) * scale, q.shape[2]
-    terms = products(q.abs(), k.abs()) * abs(scale)
+    x = _products(q, k) * scale
+    terms = _products(q.abs(), k.abs()) * abs(scale)
     s = torch.sigmoid(x)
     p = _select(seen, x * s * factor)
-    inner, dp = products(do.abs(), v.abs()), products(do, v)
+    inner, dp = _products(do.abs(), v.abs()), _products(do, v)
     dx = _select(seen, dp * factor * (s * (1.0 + x * torch.sigmoid(-x))) * scale)
     error = (inner * (STEEPEST + STEPS) + dp.abs() * terms * MOST_BENT) * abs(scale)
     error = _select(seen, error * factor).abs()
     of_p = _select(seen, terms * factor).abs() * STEEPEST + p.abs() * STEPS
-    a = {"dq": weighted(error, k.abs()), "dk": gathered(error, q.abs(), heads), "dv": gathered(of_p, do.abs(), heads)}
+    a = {"dq": _weighted(error, k.abs()), "dk": _gathered(error, q.abs()), "dv": _gathered(of_p, do.abs())}
     rounded = {
-        "dq": weighted(dx.square(), k.square()).sqrt(),
-        "dk": gathered(dx.square(), q.square(), heads).sqrt(),
-        "dv": gathered(p.square(), do.square(), heads).sqrt(),
+        "dq": _weighted(dx.square(), k.square()).sqrt(),
+        "dk": _gathered(dx.square(), q.square()).sqrt(),
+        "dv": _gathered(p.square(), do.square()).sqrt(),
     }
     return _finite(a), _finite(rounded)
 
