@@ -20,14 +20,14 @@ from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 from tilewright.ops.shared_memory import shared_bytes
 
 GROUPS: dict[int, tuple[Shape, ...]] = {
-    64: ((128, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+    64: ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
     128: ((128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
     256: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
 }
 """m, n, warps, stages by the width of a head, where products are of whole warp groups (Hopper and later)."""
 OTHERS: dict[int, tuple[Shape, ...]] = {
     64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
-    128: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 3)),
+    128: ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2)),
     256: ((64, 32, 8, 2), (64, 64, 8, 1)),
 }
 SINGLE: dict[int, tuple[Shape, ...]] = {
@@ -99,7 +99,7 @@ GROUPS_BACKWARD: dict[int, tuple[Pair, ...]] = {
 }
 OTHERS_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
-    128: (((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
+    128: (((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
     256: (((16, 32, 8, 1), (16, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
 }
 SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {

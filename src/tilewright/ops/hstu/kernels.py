@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewright.core.capability import Capability, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.ops.attention.configs import tilelang_configs
 from tilewright.ops.hstu import configs
 
 _HERE = "tilewright.ops.hstu"
@@ -20,4 +21,12 @@ TRITON_KERNELS = [
     )
 ]  # fmt: skip
 
-KERNELS = [*TRITON_KERNELS]
+TILELANG_KERNELS = [
+    Kernel(
+        op, "tilelang", f"{_HERE}.tilelang:forward", Capability((cuda(80),), limits=_LIMITS),
+        tilelang_configs, files=("tilelang_programs.py",),
+    )
+    for op in ("silu_attention", "hstu_attention")
+]  # fmt: skip
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
