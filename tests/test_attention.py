@@ -56,6 +56,25 @@ def test_a_query_sees_what_the_contract_says(
 
 
 @each_backend
+def test_numbers_of_64_bits_do_not_wrap(backend: str, device: str) -> None:
+    q, k, v = (t.to(device) for t in made(2, 5, 9))
+    most = (1 << 63) - 1
+    plain = run(q, k, v, backend=backend)
+    for options in (
+        {"window": (most, most), "align": "bottom_right"},
+        {"causal": True, "align": "bottom_right", "window": (most, most)},
+        {"prefix_rows": most, "prefix_kv_len": most},
+    ):
+        expected = run(q, k, v, causal=True, align="bottom_right", backend=backend) if "causal" in options else plain
+        torch.testing.assert_close(run(q, k, v, backend=backend, **options), expected, **CLOSE)
+    lengths = torch.tensor([(1 << 32) + 1, 7 - (1 << 32)])
+    for options in ({"kv_len": lengths}, {"prefix_rows": 5, "prefix_kv_len": lengths}):
+        o, lse = run(q, k, v, backend=backend, **options)
+        torch.testing.assert_close((o[0], lse[0]), (plain[0][0], plain[1][0]), **CLOSE)
+        assert not o[1].any() and lse[1].eq(-math.inf).all()
+
+
+@each_backend
 def test_cache_rows_that_were_never_written_are_not_read(backend: str, device: str) -> None:
     q, k, v = (t.to(device) for t in made(4, 5, 40))
     kv_len = torch.tensor([40, 17, 100, -3], dtype=torch.int32, device=device)  # clamped to 0..40
@@ -250,7 +269,7 @@ def test_a_seed_is_drawn_from_torchs_generator() -> None:
 def test_parts_of_the_keys_are_merged_into_what_one_part_finds(options: dict[str, Any], device: str) -> None:
     """Some parts see nothing: those past kv_len, and those outside the window."""
     op = registry.op("attention")
-    (kernel,) = [k for k in registry.kernels_of("attention") if k.backend == "triton"]
+    (kernel,) = [k for k in registry.kernels_of("attention") if k.backend == "triton" and not k.label]
     q, k, v = (t.to(device).bfloat16() for t in made(3, 2, 140, heads=4, groups=2, width=32))
     kv_len = torch.tensor([140, 70, 0], dtype=torch.int32, device=device)
     k[1, 70:], v[1, 70:] = math.nan, math.nan
@@ -297,8 +316,26 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "align": (lambda: tw.attention(Q, K, V, causal=True, align="left"), "align: 'left'; takes 'top_left'"),
     "causal by name": (lambda: tw.attention(K, K, V, causal="bottom_right"), "causal: 'bottom_right' is a str"),
     "window": (lambda: tw.attention(K, K, V, window=3), "window: 3"),
-    "window side": (lambda: tw.attention(K, K, V, window=(-2, 0)), "window_left: -2"),
-    "prefix": (lambda: tw.attention(Q, K, V, prefix_rows=1), "prefix_kv_len: None, with prefix_rows"),
+    "window side": (lambda: tw.attention(K, K, V, window=(-2, 0)), "^attention: window: -2"),
+    "window beyond 64 bits": (lambda: tw.attention(K, K, V, window=(1, 1 << 70)), "^attention: window: .*64 bits"),
+    "prefix": (lambda: tw.attention(Q, K, V, prefix_rows=1), "^attention: prefix_kv_len: None, with prefix_rows=1"),
+    "prefix for none": (lambda: tw.attention(Q, K, V, prefix_kv_len=2), "prefix_kv_len: given, with prefix_rows=0"),
+    "lengths for none": (
+        lambda: tw.attention(Q, K, V, prefix_kv_len=torch.full((2,), 3, dtype=torch.int32)),
+        "prefix_kv_len: given, with prefix_rows=0"),
+    "prefix of a fraction": (
+        lambda: tw.attention(Q, K, V, prefix_rows=1, prefix_kv_len=2.0), r"prefix_kv_len: 2\.0; an int of 0 or more"),
+    "prefix below 0": (lambda: tw.attention(Q, K, V, prefix_rows=1, prefix_kv_len=-1), "prefix_kv_len: -1"),
+    "prefix beyond 64 bits": (
+        lambda: tw.attention(Q, K, V, prefix_rows=1, prefix_kv_len=1 << 70), "^attention: prefix_kv_len: .*64 bits"),
+    "rows beyond 64 bits": (
+        lambda: tw.attention(Q, K, V, prefix_rows=1 << 70, prefix_kv_len=1), "prefix_rows: .*64 bits"),
+    "prefix twice": (
+        lambda: tw.attention.op(Q, K, V, None, torch.ones(2).int(), prefix_rows=1, prefix_kv=1),
+        "prefix_kv_len: given, and prefix_kv=1 too"),
+    "bound of dense rows": (lambda: tw.attention(Q, K, V, max_seqlen_q=4), "max_seqlen_q: given without cu_seqlens"),
+    "bound of dense keys": (lambda: tw.attention(Q, K, V, max_seqlen_k=6), "max_seqlen_k: given without cu_seqlens"),
+    "no tensor": (lambda: tw.attention([1.0], K, V, dropout_p=0.5), "q: a list; a torch.Tensor is needed"),
     "kv_len": (lambda: tw.attention(Q, K, V, kv_len=torch.tensor([6])), r"kv_len: shape \[1\]"),
     "kv_len dtype": (lambda: tw.attention(Q, K, V, kv_len=torch.ones(2)), "kv_len: dtype fp32"),
     "mask": (lambda: tw.attention(Q, K, V, mask=torch.ones(2, 4, 4, 6)), "mask: dtype fp32; takes bool"),
@@ -306,6 +343,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: tw.attention(Q, K, V, dropout_p=1.5, seed=STATE[0]), "dropout_p: 1.5"),
     "seed": (lambda: tw.attention(Q, K, V, dropout_p=0.5, seed=torch.tensor(3)), "seed: .*int64"),
     "offset": (lambda: tw.attention(Q, K, V, dropout_p=0.5, offset=STATE[1]), "offset: given without a seed"),
+    "offset of nothing": (lambda: tw.attention(Q, K, V, offset=STATE[1]), "offset: given without a seed"),
+    "offset of the op": (
+        lambda: tw.attention.op(Q, K, V, dropout_p=0.5, offset=STATE[1]), "offset: given without a seed"),
     "one of two": (
         lambda: tw.attention(Q[0], K[0], V[0], cu_seqlens_q=torch.tensor([0, 4])), "cu_seqlens_k: None"),
 }  # fmt: skip

@@ -5,6 +5,7 @@ Nothing here knows an op by name except where a test needs one that saves its ou
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from typing import Any
@@ -190,8 +191,8 @@ def test_each_input_alone_may_want_a_gradient(op: Op[Any]) -> None:
 @pytest.mark.parametrize("op", [op for op in DIFFERENTIABLE if len(op.out) > 1], ids=str)
 def test_outputs_may_go_unused(op: Op[Any], used: tuple[bool, bool]) -> None:
     inputs = inputs_of(op, grad=True)
-    pick = lambda results: [r for r, u in zip(results, used, strict=True) if u]  # noqa: E731
     leaves = leaves_of(inputs)
+    pick = lambda results: [r for r, u in zip(results, itertools.cycle(used), strict=False) if u]  # noqa: E731
     found = torch.autograd.grad(loss(pick(op(*inputs, **op.usual))), leaves, allow_unused=True)
     expected = torch.autograd.grad(loss(pick(op.reference(*inputs, **op.usual))), leaves, allow_unused=True)
     for f, e in zip(found, expected, strict=True):

@@ -85,6 +85,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "eps list": (lambda: tw.rms_norm(X, eps=[1e-6]), tw.InvalidArgument, "eps: .* is a list; a number"),
     "eps None": (lambda: tw.rms_norm(X, eps=None), tw.InvalidArgument, "eps: None is a NoneType; a number"),
     "eps bool": (lambda: tw.rms_norm(X, eps=True), tw.InvalidArgument, "eps: True is a bool; a number"),
+    "integer beyond 64 bits": (
+        lambda: tw.embedding_bag_mean(W[:, None], torch.zeros(1, 1).long(), padding_idx=1 << 70),
+        tw.InvalidArgument,
+        "padding_idx: does not fit in 64 bits",
+    ),
     "flag number": (
         lambda: tw.rms_norm(X, cast_before_weight=1),
         tw.InvalidArgument,

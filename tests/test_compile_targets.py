@@ -50,6 +50,18 @@ def _calls(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
     return calls
 
 
+def _heads(op_name: str, dtype: torch.dtype, arch: str) -> list[Any]:
+    """Of an op whose heads have widths: a call of each that its probes tell apart. Of float32 not beyond 64: rows are
+    held whole and in two parts, and the smallest tiles of a gradient do not fit the registers of every device."""
+    op = registry.op(op_name)
+    widths = sorted({sizes["D"] for sizes in op.probes.varied if "D" in sizes})
+    calls = []
+    for width in [w for w in widths if w <= 64 or dtype != torch.float32]:
+        sizes = {n: {"D": width, "Dv": width, "Sq": 4096}.get(n, size) for n, size in op.probes.sizes.items()}
+        calls.append(call_of(op, (4096, 4096, *sizes.values()), dtype, target_device(arch), absent=op.probes.absent[0]))
+    return calls
+
+
 def _spends(op_name: str) -> bool:
     return any(gradient.spends for gradient in registry.gradients_with(op_name) if gradient.op == op_name)
 
@@ -67,6 +79,9 @@ def work(jobs: list[Job]) -> list[dict[str, Any]]:
             some = every or backend_name == "triton" or _spends(op_name)
             for call in calls if some else calls[:1]:  # lowering takes its time
                 found += _compiled(kernel, call, [backend_name, op_name, dtype, arch], every)
+            if every and backend_name == "triton":
+                for call in _heads(op_name, DTYPES[dtype], arch):
+                    found += _compiled(kernel, call, [backend_name, op_name, dtype, arch], False)
     return found
 
 

@@ -186,3 +186,26 @@ def test_refusals() -> None:
         tw.attention(q, k, v, **{n: t.float() for n, t in both.items()})
     with pytest.raises(tw.InvalidArgument, match=r"q: shape .*needs \[T, H, D\]"):
         tw.attention(q[None], k, v, **both)
+    with pytest.raises(tw.InvalidArgument, match=r"max_seqlen_k: .*64 bits"):
+        tw.attention(q, k, v, max_seqlen_k=1 << 70, **both)
+
+
+def test_errors_name_what_was_called() -> None:
+    """The function and its arguments; or the op and its options."""
+    q, k, v = (t[0] for t in made(1, 6, 6))
+    starts, short = numbers([0, 2, 6]), numbers([0, 2, 9])
+    for bad, words, own in (
+        ({"window": (-2, 0)}, "window: -2", {"window_left": -2}),
+        ({"prefix_rows": 1}, "prefix_kv_len: None", {"prefix_rows": 1}),
+        ({"max_seqlen_q": 1}, "max_seqlen_q: 1; a sequence has 4", {"max_seqlen_q": 1}),
+        ({"dropout_p": -1.0}, "dropout_p: -1.0", {"dropout_p": -1.0}),
+    ):
+        with pytest.raises(tw.InvalidArgument, match=f"^attention: {words}"):
+            tw.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **bad)
+        theirs = words.replace("window:", "window_left:").replace("prefix_kv_len", "prefix_kv")
+        with pytest.raises(tw.InvalidArgument, match=f"^varlen_attention: {theirs}"):
+            tw.varlen_attention(q, k, v, starts, starts, align="top_left", **own)
+    with pytest.raises(tw.InvalidArgument, match=r"^attention: cu_seqlens_k: "):
+        tw.attention(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=short)
+    with pytest.raises(tw.InvalidArgument, match=r"^varlen_attention: cu_seqlens_k: "):
+        tw.varlen_attention(q, k, v, starts, short)

@@ -104,6 +104,8 @@ if _TYPE_CHECKING:
     from tilewright.ops.loss import *  # noqa: F403
     from tilewright.ops.norm import *  # noqa: F403
     from tilewright.ops.residual import *  # noqa: F403
+    from tilewright.ops.rotary import *  # noqa: F403
+    from tilewright.ops.sampling import *  # noqa: F403
 
 _HERE = (
     "CheckFailed",

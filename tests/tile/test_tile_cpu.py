@@ -3,64 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tile_runs import F32, FEATURES, QUICK, QUICKEST, compiled_run, copy_of, one_row, order, same
 
 from tilewright import tile
 from tilewright.tile import LowerError, ViewType
-from tilewright.tile.dtypes import DType
 from tilewright.tile.instr.record import choose
 from tilewright.tile.ir import thread_verify
 from tilewright.tile.ir.thread_ir import For, Load, Store
 from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle import generate
-from tilewright.tile.oracle.interpreter import Order, run
+from tilewright.tile.oracle.interpreter import run
 from tilewright.tile.render import cpu as render
 from tilewright.tile.runtime import cpu, target
-from tilewright.tile.runtime.arguments import memory_of, pack
+from tilewright.tile.runtime.arguments import memory_of
 from tilewright.tile.runtime.target import Cpu
 
 pytestmark = pytest.mark.skipif(bool(target.missing()), reason=target.missing() or "a C++ compiler is here")
-F32 = tile.float32
-QUICK, QUICKEST = (tuple(o if f == "-O3" else f for f in cpu.FLAGS) for o in ("-O1", "-O0"))
-"""Bits do not depend on it."""
-
-
-def order(which: Cpu | None = None) -> Order:
-    return Order(render.lanes_of((which or target.this_cpu()).features), 4)
-
-
-def same(mine: np.ndarray, other: np.ndarray, dtype: DType) -> bool:
-    """Whether all elements are equal in their bits, or both NaN."""
-    a, b = dtype.decode(np.ascontiguousarray(mine)), dtype.decode(np.ascontiguousarray(other))
-    if not dtype.floating:
-        return np.array_equal(a, b)
-    return bool(((np.isnan(a) & np.isnan(b)) | (a.view(np.uint32) == b.view(np.uint32))).all())
-
-
-def copy_of(array: Any) -> Any:
-    """A copy with the same strides."""
-    if not isinstance(array, np.ndarray):
-        return array
-    if array.strides[-1] == array.itemsize:
-        return array.copy()
-    wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
-    wide[..., ::2] = array
-    return wide[..., ::2]
-
-
-def compiled_run(
-    made: cpu.Compiled, arguments: dict[str, Any], types: dict[str, DType], grid: Any, threads: int = 1
-) -> None:
-    memories = {n: memory_of(v, types[n]) for n, v in arguments.items() if isinstance(v, np.ndarray)}
-    scalars = {n: v for n, v in arguments.items() if n not in memories}
-    made(pack(made.parameters, memories, scalars), grid, threads)
 
 
 def compare(samples: list[generate.Sample], which: Cpu | None = None, flags: tuple[str, ...] = QUICK) -> list[str]:
@@ -89,9 +54,6 @@ def test_programs_of_any_seed_agree(seeds: list[int]) -> None:
     assert compare([generate.sample(seed) for seed in seeds]) == []
 
 
-FEATURES = (("avx", "avx2", "f16c", "fma"), ("avx", "avx2"), ())
-
-
 @pytest.mark.parametrize("features", FEATURES, ids=lambda f: "+".join(f) or "plain")
 def test_other_features_agree_with_the_interpreter(features: tuple[str, ...]) -> None:
     here = target.this_cpu()
@@ -99,69 +61,6 @@ def test_other_features_agree_with_the_interpreter(features: tuple[str, ...]) ->
         pytest.skip(f"this CPU lacks {set(features) - set(here.features)}")
     samples = [generate.sample(9000 + i, 10) for i in range(20)]
     assert compare(samples, Cpu(here.machine, features)) == []
-
-
-def one_row(function: Callable[..., None], x: np.ndarray, n: int | None = None, **constants: Any) -> np.ndarray:
-    """y of one instance over a row, compiled; checked against the interpreter."""
-    count = n or x.shape[-1]
-    kernel = tile.kernel(function, static={"x": (1,)})
-    view = ViewType(F32, (None, Most(256)))
-    program = kernel.trace({"x": view, "y": view, **constants})
-    mine, other = np.full((1, count), 7.0, np.float32), np.full((1, count), 7.0, np.float32)
-    run(program, {"x": x, "y": mine}, (1,), order=order())
-    compiled_run(cpu.compile(program), {"x": x, "y": other}, {"x": F32, "y": F32}, (1, 1, 1))
-    assert same(mine, other, F32)
-    return other
-
-
-def row(*values: float) -> np.ndarray:
-    return np.array([values], np.float32)
-
-
-def test_padding_counts_for_nothing() -> None:
-    def variance(t: Any, x: Any, y: Any) -> None:
-        v = t.load(x[0, t.arange(x.shape[1])])
-        d = v - t.mean(v)
-        t.store(y[0, 0], t.mean(d * d))
-
-    def largest(t: Any, x: Any, y: Any) -> None:
-        v = t.load(x[0, t.arange(x.shape[1])])
-        t.store(y[0, t.arange(x.shape[1])], tile.softmax(t, v))
-
-    assert one_row(variance, row(1, 1, 1, 1, 1))[0, 0] == 0.0
-    assert np.allclose(one_row(largest, row(-1e4, -1e4, -1e4)), 1 / 3)
-
-
-def test_the_largest_of_a_nan_is_nan() -> None:
-    def largest(t: Any, x: Any, y: Any) -> None:
-        t.store(y[0, 0], t.max(t.load(x[0, t.arange(x.shape[1])])))
-
-    assert np.isnan(one_row(largest, row(3, np.nan, 2))[0, 0])
-
-
-def test_nothing_is_contracted() -> None:
-    """0x1.de01dap-1 * 0x1.f50a04p-1 * 30.1, then rounded by adding: 27 where the compiler fuses, else 28."""
-
-    def chain(t: Any, x: Any, y: Any) -> None:
-        a, b, c = (t.load(x[0, i]) for i in range(3))
-        t.store(y[0, 0], (a * b * c + 12582912.0) - 12582912.0)
-        t.store(y[0, 1], t.fma(a * b, c, 12582912.0) - 12582912.0)
-
-    found = one_row(chain, row(float.fromhex("0x1.de01dap-1"), float.fromhex("0x1.f50a04p-1"), 30.1), 3)
-    assert found[0, :2].tolist() == [28.0, 27.0]
-
-
-def test_division_is_not_a_product_with_the_reciprocal() -> None:
-    def divide(t: Any, x: Any, y: Any) -> None:
-        col = t.arange(2)
-        t.store(y[0, col], t.rint(t.load(x[0, 0]) / t.load(x[0, 1]) + col.f32() * 0.0))
-
-    def multiply(t: Any, x: Any, y: Any) -> None:
-        t.store(y[0, 0], t.rint(t.load(x[0, 0]) * (1.0 / t.load(x[0, 1]))))
-
-    given = row(float.fromhex("0x1.52a54ap-4"), float.fromhex("0x1.c3870ep-5"))
-    assert one_row(divide, given)[0, 0] == 2.0
-    assert one_row(multiply, given)[0, 0] == 1.0
 
 
 def test_a_tile_stored_then_loaded_in_another_order() -> None:
@@ -199,6 +98,21 @@ def test_a_tile_kept_in_a_loop_that_never_ran_is_computed_again() -> None:
     assert np.isfinite(one_row(kernel, x)).all()
 
 
+def test_a_cell_is_read_before_a_region_that_sets_it() -> None:
+    def kernel(t: Any, x: Any, y: Any) -> None:
+        col = t.arange(x.shape[1])
+        total, part = t.var(t.zeros(*col.shape)), t.var(t.zeros(*col.shape))
+        for start in t.range(0, 5, 2):
+            with t.when(start > 0):
+                total.set(total.get() * 2.0 + part.get())
+            for _ in t.range(start, 5):
+                part.set(part.get() + t.load(x[0, col]))
+        t.store(y[0, col], total.get() + part.get())
+
+    x = np.arange(40, dtype=np.float32)[None]
+    assert np.array_equal(one_row(kernel, x), 27 * x)
+
+
 def test_rows_of_more_than_two_to_the_31_elements() -> None:
     """The offset of a row is 64 bits: row 5 of stride 2^30 lies beyond 2^31 elements."""
 
@@ -207,7 +121,7 @@ def test_rows_of_more_than_two_to_the_31_elements() -> None:
 
     made = tile.kernel(kernel).trace({"x": ViewType(tile.uint8, (None, None)), "y": ViewType(tile.uint8, (None, None))})
     text, _ = render.source(lower(made, 16), ())
-    assert re.search(r"const i64 \w+ = 5 \* x_s0|const i64 \w+ = x_s0 \* 5", text)
+    assert re.search(r"const i64 \w+ = 5 \* s0_x|const i64 \w+ = s0_x \* 5", text)
 
 
 @pytest.mark.parametrize("offset", range(16))
@@ -287,11 +201,23 @@ def test_the_source_is_short_and_names_lines() -> None:
     kernel = rms_norm.bind(epilogue=tile.store_as(wide))
     program = kernel.trace({"x": view, "w": ViewType(F32, (None,)), "eps": F32, "epilogue_y": wide})
     text, symbol = render.source(lower(program, 16), target.KNOWN)
-    body = text[text.index("pid0++") :].splitlines()
+    body = text[text.index("pid2++") :].splitlines()
     first = inspect.getsourcelines(rms_norm.function)[1]
     assert f"// test_tile_cpu.py:{first + 4}" in text and f"// test_tile_cpu.py:{first + 7}" in text
-    assert len(inspect.getsource(rms_norm.function).splitlines()) < 15 and len(body) <= 80
+    assert len(inspect.getsource(rms_norm.function).splitlines()) < 15 and len(body) <= 90
     assert symbol in text and "#include" not in text
+
+
+def test_instances_follow_each_other_along_memory() -> None:
+    """Axis 0 counts rows, axis 1 blocks of one: with axis 0 the fastest, each block came from another page."""
+
+    def block(t: Any, x: Any, y: Any) -> None:
+        at = t.program_id(0), t.program_id(1) * 64 + t.arange(64)
+        t.store(y[at], t.load(x[at]))
+
+    view = ViewType(F32, (None, None))
+    text, _ = render.source(lower(tile.kernel(block).trace({"x": view, "y": view}), 16), ())
+    assert text.index("pid0++") < text.index("pid1++") < text.index("pid2++")
 
 
 def test_explain_lists_what_was_decided() -> None:

@@ -126,7 +126,6 @@ class _Compilation:
     """What Triton's compiler is told about one launch, and the key under which its result may be kept."""
 
     def __init__(self, launch: Launch, device: Device) -> None:
-        from triton.compiler import ASTSource
         from triton.runtime.jit import JITFunction
 
         function = launch.function
@@ -159,7 +158,7 @@ class _Compilation:
             self.parameters.append(Parameter(kind, name))
             if multiple and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        self.source = ASTSource(function, signature, constants, attributes)
+        self.source = _source_type(function)(function, signature, constants, attributes)
         self.target = _target(device)
         self.options = dict(launch.options)
         refused = [o for o in ("launch_pdl", "launch_cooperative_grid") if self.options.get(o)]
@@ -198,6 +197,17 @@ class _Compilation:
             (facts.num_ctas, 1, 1),
             workspace=facts.global_scratch_size,
         )
+
+
+def _source_type(function: Any) -> Any:
+    """How the compiler is given it: Gluon, in which layouts and warps are written out, is a language of its own."""
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def _typed(value: Argument) -> tuple[str, str, bool]:

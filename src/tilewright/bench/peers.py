@@ -59,11 +59,11 @@ class Peer:
         """
         if max(t.numel() for t in timed.values() if t is not None) > MOST_CHECKED:
             return
+        options = {**problem.owner.usual, **problem.options}
 
         def define(tensors: Mapping[str, Any]) -> Any:
             # through the op, whose gradient is declared: autograd's of the formula is another where that has corners
-            given = (tensors[n] for n in problem.owner.tensors)
-            return problem.owner(*given, backend="reference", **problem.given_options)
+            return problem.owner(*(tensors[n] for n in problem.owner.tensors), backend="reference", **options)
 
         wanted = gradient_of(problem, define, timed, 0)() if problem.backward else define(timed)
         wanted, found = _dense(wanted), _dense(run())
@@ -72,6 +72,8 @@ class Peer:
             wanted = wanted[: len(found)]
         for mine, theirs in zip(wanted, found, strict=True):
             if getattr(self.maker, "draws", False):
+                if not mine.is_floating_point() and mine.shape == theirs.shape and mine.dtype == theirs.dtype:
+                    continue  # ids that are drawn tell no more
                 sizes = [float(t.float().square().mean().sqrt()) for t in (mine, theirs)]
                 if mine.shape != theirs.shape or abs(sizes[0] - sizes[1]) > DRAWN_TOLERANCE * sizes[0]:
                     raise NotImplementedError(f"computes something else: root mean squares are {sizes}")

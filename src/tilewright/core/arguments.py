@@ -78,6 +78,8 @@ def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[
         elif kind is int:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidArgument(op.name, name, f"{value!r} is a {type(value).__name__}", "an integer is needed")
+            if not -(1 << 63) <= value < 1 << 63:
+                raise InvalidArgument(op.name, name, "does not fit in 64 bits", "an int64 is needed")
         elif kind is dtype:
             if not isinstance(value, dtype):
                 raise InvalidArgument(

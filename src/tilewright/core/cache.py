@@ -25,8 +25,8 @@ log = logging.getLogger("tilewright")
 FORMAT = 1
 LIMIT_BYTES = 2 << 30
 """Beyond this the artifacts used longest ago are dropped."""
-KINDS = frozenset({"artifacts", "evidence", "times", "locks", "red"})
-"""The folders that this library makes in its cache directory."""
+KINDS = frozenset({"artifacts", "evidence", "times", "locks", "red", "tile"})
+"""The folders that this library makes in its cache directory; `tile` is the tile compiler's own."""
 LEFTOVER_SECONDS = 24 * 3600.0
 """No write and no build takes this long: older temporary files, and locks without an entry, belong to nobody."""
 

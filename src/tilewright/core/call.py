@@ -114,6 +114,8 @@ class Call:
     """Names of the tensors that the kernel writes, in order; the saved statistics of the forward come last."""
     into: Mapping[str, str] = field(default_factory=dict)
     """Of an in-place form: by output, the input that it overwrites."""
+    anywhere: bool = False
+    """Of an in-place form: its kernels write inputs where they lie, by the strides that these have."""
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name] if name in self.tensors else self.options[name]
@@ -143,6 +145,8 @@ class Call:
     @property
     def misplaced(self) -> list[str]:
         """What is overwritten and does not lie as kernels write."""
+        if self.anywhere:
+            return []
         facts = [self.tensors[name] for name in self.into.values()]
         return [f.name for f in facts if f is not None and not (f.contiguous and f.align == 16)]
 

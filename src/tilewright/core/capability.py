@@ -59,7 +59,8 @@ class Capability:
 
     `gradient`: the kernel can emit what forward saves. `deterministic`: the same bits on every run. `capture`: once
     warm it may run inside a CUDA graph. `in_place`: where the op has an in-place form, an output may be the input that
-    the form overwrites: each element is read for the last time before anyone writes it.
+    the form overwrites: each element is read for the last time before anyone writes it. `emulated`: where the backend
+    has an interpreter, it runs this kernel too.
     """
 
     devices: tuple[Target, ...] = ()
@@ -69,11 +70,12 @@ class Capability:
     deterministic: bool = True
     capture: bool = True
     in_place: bool = False
+    emulated: bool = True
 
     def reasons(self, call: Call, *, emulated: bool = False, capturing: bool = False) -> list[Reason]:
         """Why `call` does not fit; empty when it does. `emulated`: the backend runs its GPU kernels on this device."""
         found: list[Reason] = []
-        if self.devices and not emulated and not any(t.accepts(call.device) for t in self.devices):
+        if self.devices and not (emulated and self.emulated) and not any(t.accepts(call.device) for t in self.devices):
             wanted = " or ".join(str(t) for t in self.devices)
             found.append(Reason("device", f"{call.device.arch} is not supported", f"needs {wanted}"))
         for facts in call.tensors.values():

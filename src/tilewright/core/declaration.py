@@ -116,6 +116,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     yield from _unknown("probes.by_option", probes.by_option, op.tensors)
     yield from _unknown("probes.tables", probes.tables, op.tensors)
     yield from _unknown("probes.long", probes.long, probes.sizes)
+    yield from _unknown("probes.capped", probes.capped, probes.sizes)
     yield from _unknown("probes.varied", {name for sizes in probes.varied for name in sizes}, probes.sizes)
     yield from _unknown("probes.absent", {name for left in probes.absent for name in left}, op.optional)
     yield from _unknown("probes.either", probes.either, op.tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tilewright.core.errors import Unsupported
 from tilewright.core.op import Op, Saved
 from tilewright.core.policy import Policy
 
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 Frozen = tuple[Policy, bool]
 """Policy and determinism as forward found them; backward keeps to them."""
 
@@ -60,7 +62,7 @@ class Backward:
         upstream = {param: list(op.out).index(out) for out, param in gradient.grads.items()}
         kept = {param: self.outputs + self.kept.index(source) for param, source in self.takes.items()}
         found = {param: self.outputs + len(self.kept) + place for place, param in enumerate(gradient.finds)}
-        self.places = [{**upstream, **kept, **found}.get(n, -1) for n in self.backward.tensors]
+        self.gather = _picker([{**upstream, **kept, **found}.get(n, -1) for n in self.backward.tensors])
         self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
         # Each input's gradient as an index into (results of the backward op, upstream gradients).
         self.made = len(self.backward.out)
@@ -76,7 +78,7 @@ class Backward:
         asked = backend or (now.backend(name) if now.strict(name) else None)
         self.pinned = None if asked == "reference" else asked
         """The only backend that may compute it, as a pin or a strict preference says; the reference always can."""
-        self._needs: dict[tuple[bool, ...], tuple[bool, ...]] = {}
+        self._ways: dict[tuple[bool, ...], tuple[dict[str, Any], bool, Picker]] = {}
 
     def _spent(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         sources = [self.takes[param] for param in self.gradient.spends.values()]
@@ -85,11 +87,8 @@ class Backward:
 
     def needs(self, wanted: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which outputs of the backward op these inputs want."""
-        found = self._needs.get(wanted)
-        if found is None:
-            asked = {s for s, w in zip(self.sources, wanted, strict=True) if w and s is not None and s < self.made}
-            found = self._needs[wanted] = tuple(i in asked for i in range(self.made))
-        return found
+        asked = {s for s, w in zip(self.sources, wanted, strict=True) if w and s is not None and s < self.made}
+        return tuple(i in asked for i in range(self.made))
 
     def _there(self, inputs: Mapping[str, Any], options: dict[str, Any]) -> set[str]:
         """What can be an input's gradient in such a call: the outputs that the backward op then has, and upstream."""
@@ -109,18 +108,15 @@ class Backward:
 
     def __call__(
         self, grads: Sequence[Any], kept: Sequence[Any], wanted: tuple[bool, ...], by_node: bool, spending: bool = False
-    ) -> list[Any]:
+    ) -> tuple[Any, ...]:
         """Gradients of the op's tensors, None where not wanted. `spending`: what is in `spent` may be overwritten."""
-        if all(g is None for g in grads):
-            return [None] * len(self.sources)
-        found, entries = self._find(kept)
-        every = (*grads, *kept, *found, None)
-        tensors = [every[i] for i in self.places]
-        options = dict(self.options)
+        if grads[0] is None and all(g is None for g in grads):
+            return (None,) * len(self.sources)
+        found, entries = self._find(kept) if self.gradient.finds else ((), 0)
+        tensors = self.gather((*grads, *kept, *found, None))
+        options, computes, pick = self._ways.get(wanted) or self._way(wanted)
         made: Any
-        if self.backward.may_skip:
-            options["needs"] = self.needs(wanted)
-        if not any(self.needs(wanted)):
+        if not computes:
             made = (None,) * self.made  # upstream gradients are all that is wanted
         elif by_node:
             with policy.restored(self.frozen[0]):
@@ -128,17 +124,27 @@ class Backward:
         else:
             serve = self.spend if spending else self.serve
             made = serve(*tensors, **options, backend=self.backend, _frozen=self.frozen)
-        results = [*((made,) if isinstance(made, Tensor) else made), *grads]
+        results = (made, *grads, None) if isinstance(made, Tensor) else (*made, *grads, None)
+        return pick(self._sparse_of(results, entries) if self.sparse else results)
+
+    def _way(self, wanted: tuple[bool, ...]) -> tuple[dict[str, Any], bool, Picker]:
+        """What depends on which inputs want a gradient: options, whether there is anything to compute, and which of
+        (results of the backward op, upstream gradients, None) are the inputs' gradients."""
+        needs = self.needs(wanted)
+        options = {**self.options, "needs": needs} if self.backward.may_skip else self.options
+        taken = [-1 if s is None or not want else s for s, want in zip(self.sources, wanted, strict=True)]
+        found = self._ways[wanted] = options, any(needs), _picker(taken)
+        return found
+
+    def _sparse_of(self, results: Sequence[Any], entries: int) -> list[Any]:
+        made = list(results)
         for values, rows, shape in self.sparse:
-            if results[values] is not None:
-                results[values] = sparse_coo_tensor(
-                    results[rows][None, :entries], results[values][:entries], shape, check_invariants=False,
+            if made[values] is not None:
+                made[values] = sparse_coo_tensor(
+                    made[rows][None, :entries], made[values][:entries], shape, check_invariants=False,
                     is_coalesced=False,
                 )  # fmt: skip
-        return [
-            results[source] if want and source is not None else None
-            for source, want in zip(self.sources, wanted, strict=True)
-        ]
+        return made
 
     def _find(self, kept: Sequence[Any]) -> tuple[list[Tensor | None], int]:
         """The parameters of the backward op that depend on values, and how many entries of it they stand for. The host
@@ -147,8 +153,6 @@ class Backward:
         They are lengthened to one of few sizes, a 64th more at the most: a plan serves a size, and there is hardly a
         step that has that of another.
         """
-        if not self.gradient.finds:
-            return [], 0
         self.refuse_waiting(kept)
         known = {**self.known, **dict(zip(self.kept, kept, strict=True))}
         found = [one.define(**{n: known[n] for n in names_of(one)}) for one in self.gradient.finds.values()]
@@ -227,6 +231,13 @@ class Backward:
     def _most_found(self, kept: Mapping[str, Any], call: Call) -> dict[str, TensorFacts | None]:
         specs = {param: found.rule(kept, call.options) for param, found in self.gradient.finds.items()}
         return {param: None if spec is None else TensorFacts.dense(param, *spec) for param, spec in specs.items()}
+
+
+def _picker(places: Sequence[int]) -> Picker:
+    """Takes these places of a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda every: tuple(every[place] for place in places)
 
 
 def names_of(found: Saved) -> list[str]:

@@ -26,11 +26,14 @@ Targets = dict[str, str]
 """By output, the input that it overwrites in a call."""
 
 
-def in_place(op: Op[R], **into: str | tuple[str, ...]) -> Op[R]:
+def in_place(op: Op[R], *, anywhere: bool = False, **into: str | tuple[str, ...]) -> Op[R]:
     """Declare the in-place form of `op` and return it.
 
     Args:
         op: an op that always has all its outputs.
+        anywhere: kernels of the op that say `in_place` write what is overwritten by its own strides, of the input's
+            facts: it may be far larger than what changes in it. Others write dense outputs, and where the input is none
+            it gets a copy.
         into: by output, the input that it overwrites; of several names the first that a call gives.
 
     Raises:
@@ -41,7 +44,7 @@ def in_place(op: Op[R], **into: str | tuple[str, ...]) -> Op[R]:
     faults = list(_faults(op, named))
     if faults:
         raise TilewrightError(f"the in-place form of op {op.name} does not agree with it: {'; '.join(faults)}")
-    return _install(InPlace(op, named))
+    return _install(InPlace(op, named, anywhere))
 
 
 def add_spending_forms(op: Op[Any]) -> None:
@@ -83,9 +86,11 @@ def _faults(op: Op[Any], into: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
 class InPlace(Op[R]):
     """The in-place form of `functional`: called, explained and pinned like any op. It has no gradient."""
 
-    def __init__(self, functional: Op[R], into: Mapping[str, tuple[str, ...]], *, listed: bool = True) -> None:
+    def __init__(
+        self, functional: Op[R], into: Mapping[str, tuple[str, ...]], anywhere: bool = False, *, listed: bool = True
+    ) -> None:
         self.__dict__.update(functional.__dict__)
-        self.of, self.into, self.listed = functional, into, listed
+        self.of, self.into, self.anywhere, self.listed = functional, into, anywhere, listed
         self.name = self.__name__ = f"{functional.name}_"
         self.gradient, self.saved = None, {}
         self.__doc__ = f"`{functional.name}` in place: {self.written()}. No gradient.\n\n{functional.__doc__}"
@@ -142,7 +147,7 @@ class InPlace(Op[R]):
             if overlaps_itself(place):
                 strides = f"strides {list(place.stride)} put several elements of {list(place.shape)} in one place"
                 raise self.refuse(name, f"{strides}, and it is overwritten", f"{self.of.name} would do")
-        return replace(call, into=into)
+        return replace(call, into=into, anywhere=self.anywhere)
 
     def refuse_lazy(self, tensors: Sequence[Tensor | None]) -> None:
         """A tensor that is negated when it is read cannot be written to."""

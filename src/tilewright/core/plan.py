@@ -129,10 +129,16 @@ def _definition(op: Op[Any], call: Call) -> Run:
         results: list[Any] = []
         for made in found:
             shared = made is not None and any(made is t for t in (*tensors, *results))
-            results.append(made if made is None else _copy(made) if shared else _own(made.contiguous()))
+            results.append(made if made is None else _copy(made) if shared else _own(_dense(made)))
         return results
 
     return run
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous, in the strides that fresh memory has: `contiguous` leaves those of dimensions of size 1."""
+    dense = tensor.contiguous()
+    return dense.view(-1).view(dense.shape) if 1 in dense.shape else dense
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Probes:
 
     `dims` names the dimensions of each tensor, as "M C": M stands for any leading shape and C for the columns; "2C" is
     twice as many, a number is itself, any other word a size that `sizes` names, with its usual value; "" is one number.
-    "M*L" is one dimension of up to M times L, as many as `derive` finds: a vector along rows, as "M" alone is.
+    "M*L" is one dimension of up to M times L, as many as `derive` finds: a vector along rows, as "M" alone is; "N*C" is
+    one of N times C. `told` names sizes that options tell, and how; `capped` sizes that columns limit, and to what.
     A parameter that comes in several shapes names each, the usual one first: "C | M C".
     `options` are option sets worth telling apart, of which the first is the usual one, `absent` are sets of optional
     tensors to leave out together, `either` names tensors that may be float32 beside a half-precision call, `values`
@@ -48,6 +49,8 @@ class Probes:
     absent: Sequence[tuple[str, ...]] = ((),)
     either: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
+    told: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
+    capped: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
     values: Mapping[str, Maker] = field(default_factory=dict)
     dtypes: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
     by_option: tuple[str, ...] = ()
@@ -64,6 +67,12 @@ class Probes:
         if named and len(shape) == 2 + named:
             return Extent((shape[0],), shape[1], dict(zip(self.sizes, shape[2:], strict=True)))
         return Extent(tuple(shape[:-1]), shape[-1], dict(self.sizes))
+
+    def sized(self, extent: Extent, options: Mapping[str, Any]) -> Extent:
+        """`extent` with the sizes that these options tell, and no more of others than its columns allow."""
+        found = {**extent.sizes, **{name: tell(options) for name, tell in self.told.items()}}
+        found |= {name: min(found[name], most(extent.columns)) for name, most in self.capped.items()}
+        return replace(extent, sizes=found)
 
     def forms(self, name: str) -> tuple[str, ...]:
         """The dimensions that tensor `name` may have, as they are named; the usual ones first."""
@@ -89,10 +98,11 @@ class Probes:
         }
         return {name: form for name, form in found.items() if form and form != self.forms(name)[0]}
 
-    def extent_of(self, shapes: Mapping[str, Shape | None]) -> Extent:
-        """The extent of a call, from the shapes of the tensors that are given."""
+    def extent_of(self, shapes: Mapping[str, Shape | None], options: Mapping[str, Any] | None = None) -> Extent:
+        """The extent of a call, from the shapes of the tensors that are given, and the options that tell sizes."""
         lead: Shape = ()
         columns, sizes = 1, dict(self.sizes)
+        told = {name: tell(options) for name, tell in self.told.items()} if options is not None else {}
         for name, dims in self.dims.items():
             shape, words = shapes.get(name), dims.split()
             if shape is None or (not shape and words) or "|" in words:
@@ -103,16 +113,19 @@ class Probes:
                 lead, shape = shape[at : at + many], shape[:at] + shape[at + many :]
                 del words[at]
             for word, size in zip(words, shape, strict=True):
-                if word.endswith("C"):
+                if word.endswith("*C"):
+                    columns = size // told.get(word[:-2], size or 1)
+                elif word.endswith("C"):
                     columns = size // int(word[:-1] or 1)
                 elif word in sizes:
                     sizes[word] = size
-        return Extent(lead, columns, sizes)
+        return Extent(lead, columns, {**sizes, **told})
 
     def is_rows(self, name: str) -> bool:
         """Whether it is a tensor of rows of numbers, of any width, in two dimensions or more."""
         words = self.forms(name)[0].split()
-        return len(words) >= 2 and (words[0] == "M" or name in self.tables) and name not in self.values
+        wide = len(words) == 2 or (len(words) > 2 and (self.flat or words[-1].endswith("C")))
+        return wide and (words[0] == "M" or name in self.tables) and name not in self.values
 
     def bearable(self, extent: Extent) -> Extent:
         """`extent`, or a smaller one of its kind where the op says that checks need one."""
@@ -120,7 +133,7 @@ class Probes:
 
     def is_vector(self, name: str) -> bool:
         """Whether it is a vector along rows, which has no columns: its length is a number of rows."""
-        return self.dims.get(name) == "M" or "*" in self.dims.get(name, "")
+        return self.dims.get(name) == "M" or "M*" in self.dims.get(name, "")
 
     def cut(self, sizes: Mapping[str, int], most: int) -> dict[str, int]:
         """`sizes` with no more than `most` rows in any table."""
@@ -135,10 +148,11 @@ class Probes:
         found = []
         for dims in dict.fromkeys(form for name in self.dims for form in self.forms(name)):
             for place, word in enumerate(dims.split()):
-                known = word in ("C", *self.sizes) or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
-                known = known or ("*" in word and all(factor in ("M", *self.sizes) for factor in word.split("*")))
+                sizes = ("C", *self.sizes, *self.told)
+                known = word in sizes or word.isdigit() or (word.endswith("C") and word[:-1].isdigit())
+                known = known or ("*" in word and all(factor in ("M", *sizes) for factor in word.split("*")))
                 if not known and (word != "M" or (place and not self.flat)):
-                    names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes])
+                    names = ", ".join(["M (first)", "C", "2C", "1", *self.sizes, *self.told])
                     found.append(f'probes.dims: "{word}" in "{dims}" is none of {names}')
         return found
 

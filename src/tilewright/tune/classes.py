@@ -109,6 +109,7 @@ def call_of(
     chosen = {**op.usual, **(options or {})}
     extent = op.probes.extent(shape)
     few = {name: min(size, SMALL_ROWS) for name, size in extent.sizes.items()}
+    extent = op.probes.sized(extent, chosen)
     small = make_inputs(op, replace(extent, lead=(SMALL_ROWS,), sizes=few), dtype, options=chosen, absent=absent)
     facts: dict[str, TensorFacts | None] = {
         name: None

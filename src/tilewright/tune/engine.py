@@ -275,4 +275,5 @@ def _device(device: torch.device | str | None) -> Device:
 
 def _shape(call: Call) -> tuple[int, ...]:
     extent = extent_of(call)
-    return (*extent.lead, extent.columns, *extent.sizes.values())
+    named = registry.op(call.op).probes.sizes  # what options tell is in the options
+    return (*extent.lead, extent.columns, *(extent.sizes[name] for name in named))

@@ -78,13 +78,13 @@ class Timing:
     def sample(self, kernel: Kernel, config: Config) -> tuple[float, float]:
         """(call, kernel) microseconds. Both are the same on a CPU, where the call is the work."""
         try:
-            return self._sample(kernel, config)
+            return self._timed(kernel, config)
         except torch.OutOfMemoryError:
             self._watches.clear()  # each holds outputs of its own
             torch.cuda.empty_cache()
-            return self._sample(kernel, config)
+            return self._timed(kernel, config)
 
-    def _sample(self, kernel: Kernel, config: Config) -> tuple[float, float]:
+    def _timed(self, kernel: Kernel, config: Config) -> tuple[float, float]:
         with torch.no_grad():
             calls, kernels = self._watch(kernel, config)
             call_us = _median(calls)

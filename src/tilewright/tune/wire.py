@@ -44,6 +44,7 @@ def call_to_json(call: Call) -> Json:
         "deterministic": call.deterministic,
         "outputs": list(call.outputs),
         "into": dict(call.into),
+        "anywhere": call.anywhere,
     }
 
 
@@ -57,6 +58,7 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
         data["deterministic"],
         tuple(data["outputs"]),
         data["into"],
+        data["anywhere"],
     )
 
 

@@ -84,6 +84,7 @@ def make_inputs(
     workload's own for what is no plain number."""
     extent = size if isinstance(size, Extent) else Extent(tuple(size[:-1]), size[-1], dict(op.probes.sizes))
     layouts, dtypes, probes = layouts or {}, dtypes or {}, op.probes
+    extent = probes.sized(extent, {**op.usual, **(options or {})})
     found: dict[str, Any] = {}
     for name in op.tensors:
         if name in absent:
@@ -126,7 +127,8 @@ def main_of(call: Call) -> TensorFacts:
 def extent_of(call: Call) -> Extent:
     """How large the call is, in the words of the op's probes."""
     op = registry.op(call.op)
-    return op.probes.extent_of({n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors})
+    shapes = {n: None if (f := call.tensors[n]) is None else f.shape for n in op.tensors}
+    return op.probes.extent_of(shapes, call.options)
 
 
 def forms_of(call: Call) -> dict[str, str]:

@@ -130,7 +130,14 @@ def _can_alias(op: Op[Any], call: Call) -> bool:
     into = form.targets(call.tensors)
     if any(call.tensors[name] is None for name in into.values()):
         return False
-    return replace(call, into=into).aliased == into
+    return replace(call, into=into, anywhere=form.anywhere).aliased == into
+
+
+def _copy(tensor: Tensor, call: Call) -> Tensor:
+    """What may be overwritten for it; where the form takes it anywhere, it lies as the tensor does."""
+    if not call.anywhere:
+        return tensor.clone()
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def _check_in_place(
@@ -144,7 +151,7 @@ def _check_in_place(
     run = bind(kernel, config, call, poison=True)
     for _ in range(2):
         given = [
-            None if t is None else t.clone() if name in call.into.values() else t
+            None if t is None else _copy(t, call) if name in call.into.values() else t
             for name, t in zip(op.tensors, tensors, strict=True)
         ]
         with torch.no_grad():

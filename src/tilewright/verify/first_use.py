@@ -7,7 +7,8 @@ too: it compares the caller's own call with the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,22 @@ PROBE_BYTES = 64 << 20
 VALUES = ("normal", "offset", "nan")
 
 
+@contextmanager
+def serial_in_a_child() -> Iterator[None]:
+    """In a forked child torch's threads are its parent's: a check, which nobody asked for, must not wait for them."""
+    from tilewright.backends.tile import is_child  # only where a kernel is checked: it brings the tile compiler along
+
+    threads = torch.get_num_threads()
+    if not is_child() or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> Verdict:
     """Check `kernel` on probes of the class of `call`. Compile and launch errors propagate.
 
@@ -39,7 +56,7 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
     how = {"saving": call.saving, "emulated": emulated, "in_place": bool(call.aliased)}
     pool: dict[str, Any] = {}
     count = 0
-    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]), serial_in_a_child():
         for case in probes(call, tiny=emulated):
             try:
                 inputs = build(case, op, where)
@@ -76,7 +93,8 @@ def probes(call: Call, *, tiny: bool = False) -> list[Case]:
     most = max(1, PROBE_BYTES // (wide * 6))  # float64 copies are made of everything
     many = min(math.prod(extent.lead), 3 if tiny else 257, most)
     layouts = {n: _layout(f) for n in op.tensors if not op.probes.is_vector(n) and (f := call.tensors[n]) is not None}
-    layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
+    if not call.anywhere:
+        layouts |= dict.fromkeys(call.aliased.values(), "")  # rows of any width begin where memory does
     sizes = op.probes.cut(extent.sizes, most)
     absent = tuple(n for n in op.tensors if call.tensors[n] is None)
     found = []

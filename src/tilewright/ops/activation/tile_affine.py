@@ -8,7 +8,7 @@ from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.tile_functions import act, chain
-from tilewright.ops.tile_rows import grid, one_row, place, sharing, sum_launch
+from tilewright.ops.tile_rows import Sums, grid, one_row, place, sharing, sum_launch
 
 
 @tile.kernel
@@ -37,35 +37,33 @@ def bias_block(t: Any, x: Any, bias: Any, y: Any, kind: str, by_column: bool) ->
 def affine_rows(t: Any, dy: Any, x: Any, scale: Any, dx: Any, dscale: Any, dbias: Any) -> None:
     """dx = dy * scale of every so many-th row, and this program's sums of dy * x and of dy."""
     first, col = place(t, dy.shape[1])
-    by_scale = None if dscale is None else t.var(t.zeros(*col.shape))
-    by_bias = None if dbias is None else t.var(t.zeros(*col.shape))
-    for row in t.range(first, dy.shape[0], t.num_programs(0)):
+    views = {"scale": dscale, "bias": dbias}
+    sums = Sums(t, col.shape, views)
+    for row in sums.over(first, dy.shape[0], t.num_programs(0)):
         d = t.load(dy[row, col]).f32()
         if dx is not None:
             t.store(dx[row, col], (d * t.load(scale[col]).f32()).to(dx.dtype))
-        if by_scale is not None:
-            by_scale.set(by_scale.get() + d * t.load(x[row, col]).f32())
-        if by_bias is not None:
-            by_bias.set(by_bias.get() + d)
-    for cell, view in ((by_scale, dscale), (by_bias, dbias)):
-        if cell is not None:
-            t.store(view[first, col], cell.get())
+        if "scale" in sums:
+            sums.add("scale", d * t.load(x[row, col]).f32())
+        sums.add("bias", d)
+    for name, view in views.items():
+        if name in sums:
+            t.store(view[first, col], sums[name])
 
 
 @tile.kernel
 def bias_rows(t: Any, dy: Any, x: Any, bias: Any, dx: Any, dbias: Any, kind: str, by_column: bool) -> None:
     """dx = dy * act'(x + bias) of every so many-th row, and this program's sum of it."""
     first, col = place(t, dy.shape[1])
-    total = None if dbias is None else t.var(t.zeros(*col.shape))
-    for row in t.range(first, dy.shape[0], t.num_programs(0)):
+    sums = Sums(t, col.shape, {"bias": dbias})
+    for row in sums.over(first, dy.shape[0], t.num_programs(0)):
         g = t.load(x[row, col]).f32() + t.load(bias[col] if by_column else bias[row, col]).f32()
         d = chain(t, kind, t.load(dy[row, col]).f32(), g)
         if dx is not None:
             t.store(dx[row, col], d.to(dx.dtype))
-        if total is not None:
-            total.set(total.get() + d)
-    if total is not None:
-        t.store(dbias[first, col], total.get())
+        sums.add("bias", d)
+    if "bias" in sums:
+        t.store(dbias[first, col], sums["bias"])
 
 
 def affine_forward(call: Call, config: Config) -> Launch:

@@ -8,12 +8,10 @@ import math
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument
-from tilewright.ops.attention.masks import Rules
+from tilewright.ops.attention.masks import FAR, Rules
 from tilewright.ops.attention.softmax import scale_of
 from tilewright.ops.residual.philox import limit, scale
 
-FAR = 1 << 30
-"""An unbounded side of a window, and a prefix that hides nothing. Sequences are shorter."""
 LOG2E = math.log2(math.e)
 
 

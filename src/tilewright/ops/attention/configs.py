@@ -137,6 +137,35 @@ def countable(call: Call) -> Iterable[Reason]:
             yield Reason(facts.name, f"{facts.shape[-3]} tokens; takes fewer than 2^30")
 
 
+HOPPER: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, 3, 240), (128, 2, 240), (128, 2, 232)),
+    128: ((128, 2, 232), (128, 2, 240), (64, 3, 240)),
+    256: ((64, 2, 240),),
+}
+"""Keys a tile, stages and registers a thread of the kernel whose warps specialise, by the width of a head."""
+
+
+def hopper_configs(call: Call) -> tuple[Config, ...]:
+    """Of that kernel: two warpgroups of 64 queries each."""
+    wide = max(64, width_of(call.q), width_of(call.v))
+    return tuple(Config(m=128, n=n, stages=stages, registers=registers) for n, stages, registers in HOPPER[wide])
+
+
+def for_hopper(call: Call) -> Iterable[Reason]:
+    """What the kernel whose warps specialise leaves to the other."""
+    if call.has("mask"):
+        yield Reason("mask", "a tensor; takes causal masks, windows, lengths and prefixes")
+    if call.dropout_p > 0.0:
+        yield Reason("dropout_p", f"{call.dropout_p}; takes 0")
+    for facts in (call.q, call.k, call.v):
+        size = facts.dtype.itemsize
+        steps = [s * size for n, s in zip(facts.shape[:-1], facts.stride[:-1], strict=True) if n > 1]
+        if facts.align < 16 or any(step % 16 for step in [facts.columns * size, *steps]):
+            yield Reason(facts.name, "rows that do not begin at multiples of 16 bytes")
+        elif not 16 <= facts.stride[-3] * size < 2**40:
+            yield Reason(facts.name, f"rows that lie {facts.stride[-3]} elements apart")
+
+
 TILELANG: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((128, 128, 256), (64, 64, 128), (128, 64, 256)),
     128: ((128, 64, 256), (64, 64, 128)),

@@ -34,16 +34,22 @@ def heads(call: Call, axes: str) -> None:
         if name not in call.outputs:
             has_shape(call, name, (*q.shape[:-1], v.shape[-1]), "as forward returns it")
     rows = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name in ("lse", "dlse"):
         facts = call.tensors.get(name)
         if facts is None or name in call.outputs:
             continue
         has_shape(call, name, rows, "as forward returns it")
-        if facts.dtype != wide:
-            raise InvalidArgument(call.op, name, str(facts), f"needs {DTYPE_NAMES[wide]}, as forward returns it")
+        if facts.dtype != wide(q.dtype):
+            raise InvalidArgument(
+                call.op, name, str(facts), f"needs {DTYPE_NAMES[wide(q.dtype)]}, as forward returns it"
+            )
     if "do" in call.tensors and not call.has("do") and not call.has("dlse"):
         raise InvalidArgument(call.op, "do", "None, and dlse too", "needs an upstream gradient")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """That of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _agree(call: Call, facts: TensorFacts, other: TensorFacts, places: tuple[int, ...], why: str) -> None:
@@ -92,8 +98,15 @@ def rules(call: Call, square: bool) -> None:
             raise InvalidArgument(call.op, name, f"{call.options[name]}", "takes 0 or more, or -1 for none")
     if chosen.prefix_rows < 0:
         raise InvalidArgument(call.op, "prefix_rows", f"{chosen.prefix_rows}", "must be 0 or more")
-    if chosen.prefix_rows and chosen.prefix_kv < 0 and not call.has("prefix_kv_len"):
-        raise InvalidArgument(call.op, "prefix_kv_len", "None, with prefix_rows", "an int, or int32[B]")
+    name = "prefix_kv_len" if "prefix_kv_len" in call.tensors else "prefix_kv"
+    given = call.has("prefix_kv_len") + (chosen.prefix_kv >= 0)
+    if given == 2:
+        raise InvalidArgument(call.op, name, f"given, and prefix_kv={chosen.prefix_kv} too", "pass one of them")
+    if chosen.prefix_rows and not given:
+        needs = "an int, or int32[B]" if name == "prefix_kv_len" else "an int"
+        raise InvalidArgument(call.op, name, f"None, with prefix_rows={chosen.prefix_rows}", needs)
+    if given and not chosen.prefix_rows:
+        raise InvalidArgument(call.op, name, "given, with prefix_rows=0", "say how many queries it is for")
 
 
 def dropout(call: Call) -> None:
@@ -105,6 +118,8 @@ def dropout(call: Call) -> None:
             continue
         if facts.dtype != torch.int64 or facts.shape != (size,) or not facts.contiguous:
             raise InvalidArgument(call.op, name, str(facts), f"needs int64[{size}]")
+    if call.has("offset") and not call.has("seed"):
+        raise InvalidArgument(call.op, "offset", "given without a seed", "pass both")
     name = "seed" if "seed" in call.tensors else "state"
     if call.dropout_p > 0.0 and not call.has(name):
         raise InvalidArgument(call.op, name, "None", "what is dropped needs one: int64 on the device of q")

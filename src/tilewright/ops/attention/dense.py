@@ -28,13 +28,13 @@ def _check(call: Call) -> None:
     contract.dropout(call)
 
 
-def _o(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
+def o_rule(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
     return (*t["q"].shape[:-1], t["v"].shape[-1]), t["q"].dtype
 
 
 def _lse(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
     batch, rows, heads, _ = t["q"].shape
-    return (batch, heads, rows), torch.float64 if t["q"].dtype == torch.float64 else torch.float32
+    return (batch, heads, rows), contract.wide(t["q"].dtype)
 
 
 def state_rule(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec | None:
@@ -48,31 +48,25 @@ def state_of(seed: Tensor | None, offset: Tensor | None, dropout_p: float) -> Te
     return torch.cat([seed, torch.zeros_like(seed) if offset is None else offset])
 
 
-def _read(t: Mapping[str, Any], o: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v in the accumulation dtype, and who sees what."""
-    q, k, v, kv_len = t["q"], t["k"], t["v"], t["kv_len"]
-    rows, keys = q.shape[1], k.shape[1]
-    there = masks.lengths(kv_len, keys)
-    seen = masks.dense(
-        q.shape[0], rows, keys, q.device, kv_len, t["prefix_kv_len"], t["mask"], Rules.of(o)
-    )  # fmt: skip
-    return upcast(q), softmax.readable(k, there), softmax.readable(v, there), seen
+Read = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _keep(state: Tensor | None, q: Tensor, k: Tensor, p: float) -> Tensor | None:
+def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) -> Read:
+    """q, k, v in the accumulation dtype, who sees what, and the factors of dropout."""
+    q, k, v = t["q"], t["k"], t["v"]
+    seen = masks.dense(q, k, t["kv_len"], t["prefix_kv_len"], t["mask"], rules)
     place = torch.arange(k.shape[1], device=q.device)
-    return softmax.keep_of(state, p, q.shape[2], q.shape[1], place, q.shape[0])
+    keep = softmax.keep_of(state, p, q.shape[2], q.shape[1], place, q.shape[0])
+    return *softmax.read(q, k, v, seen), seen, keep
 
 
 def _scales(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:
-    q, k, v, seen = _read(t, o)
-    keep = _keep(state_of(t["seed"], t["offset"], o["dropout_p"]), q, k, o["dropout_p"])
+    q, k, v, seen, keep = _read(t, Rules.of(o), state_of(t["seed"], t["offset"], o["dropout_p"]), o["dropout_p"])
     return scales.forward(q, k, v, t["lse"], seen, keep, softmax.scale_of(o["scale"], q.shape[-1]))[which]
 
 
 def _scales_backward(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:
-    q, k, v, seen = _read(t, o)
-    keep = _keep(t["state"], q, k, o["dropout_p"])
+    q, k, v, seen, keep = _read(t, Rules.of(o), t["state"], o["dropout_p"])
     scale = softmax.scale_of(o["scale"], q.shape[-1])
     return scales.backward(t["do"], t["dlse"], q, k, v, t["o"], t["lse"], seen, keep, scale)[which]
 
@@ -107,7 +101,7 @@ def wanted(name: str, index: int) -> OutRule:
 
 @op(
     family="attention",
-    out={"o": _o, "lse": _lse},
+    out={"o": o_rule, "lse": _lse},
     saved={"state": Saved(state_rule, state_of, optional=True)},
     gradient=Gradient(
         "attention_backward",
@@ -148,8 +142,12 @@ def attention(
     Query head h reads key head h // (Hq / Hkv) (Ainslie et al., 2023). Query i sees key j where all of these hold:
     j < kv_len[b]; with causal j <= p_i; with a window p_i - left <= j <= p_i + right; i >= prefix_rows or
     j < prefix_kv_len[b]; mask[b, h, i, j]. p_i is i for align "top_left" (torch), i + kv_len[b] - Sq for
-    "bottom_right" (FlashAttention). What is not seen counts for nothing: a query that sees no key gives o = 0 and
-    lse = -Inf, and keys past kv_len are not read, so they may be NaN. Values that only some queries see must be finite.
+    "bottom_right" (FlashAttention). A query that sees no key gives o = 0 and lse = -Inf.
+
+    A pair that is not seen adds nothing to any result or gradient, whatever both of them hold: what no query sees, and
+    a query that sees nothing with its upstream gradients, may be NaN. Kernels keep to that, and to sequences, elements
+    of the batch and key heads apart from each other; but they multiply whole tiles, so of a key that only some queries
+    see they may carry NaN to others of the same sequence and key head.
 
     o is rounded once. In half precision a kernel may round the weights to the dtype of v before they meet it; checks
     then allow an ulp of each such term.
@@ -176,8 +174,7 @@ def attention(
     """
     rules = Rules(causal, align, window_left, window_right, prefix_rows, prefix_kv)
     tensors = {"q": q, "k": k, "v": v, "kv_len": kv_len, "prefix_kv_len": prefix_kv_len, "mask": mask}
-    wide_q, wide_k, wide_v, seen = _read(tensors, rules._asdict())
-    keep = _keep(state_of(seed, offset, dropout_p), q, k, dropout_p)
+    wide_q, wide_k, wide_v, seen, keep = _read(tensors, rules, state_of(seed, offset, dropout_p), dropout_p)
     o, lse = softmax.forward(wide_q, wide_k, wide_v, seen, keep, softmax.scale_of(scale, q.shape[-1]))
     return o.to(q.dtype), lse
 
@@ -236,13 +233,10 @@ def attention_backward(
     """
     rules = Rules(causal, align, window_left, window_right, prefix_rows, prefix_kv)
     tensors = {"q": q, "k": k, "v": v, "kv_len": kv_len, "prefix_kv_len": prefix_kv_len, "mask": mask}
-    wide_q, wide_k, wide_v, seen = _read(tensors, rules._asdict())
-    keep = _keep(state, q, k, dropout_p)
+    wide_q, wide_k, wide_v, seen, keep = _read(tensors, rules, state, dropout_p)
     grad = None if do is None else upcast(do)
     found = softmax.backward(
         grad, dlse, wide_q, wide_k, wide_v, upcast(o), lse, seen, keep, softmax.scale_of(scale, q.shape[-1])
     )
-    there = masks.lengths(kv_len, k.shape[1])
-    found = (found[0], softmax.hidden(found[1], there), softmax.hidden(found[2], there))
     dq, dk, dv = (x.to(q.dtype) if need else None for x, need in zip(found, needs, strict=True))
     return dq, dk, dv

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.attention import dense, varlen
+from tilewright.ops.seeds import drawn
 
 
 def attention(
@@ -59,12 +59,15 @@ def attention(
         o: [B, Sq, Hq, Dv] or [Tq, Hq, Dv]; with return_lse also lse, float32 [B, Hq, Sq] or [Hq, Tq].
 
     Raises:
-        InvalidArgument: as the op; also what dense and packed sequences do not share, and no seed while a CUDA graph is
-            captured, whose replays would all drop the same.
+        InvalidArgument: as the op, in the words of this function; also what dense and packed sequences do not share,
+            and no seed while a CUDA graph is captured, whose replays would all drop the same.
     """
     left, right = (-1, -1) if window is None else _pair(window)
-    if seed is None and dropout_p:
-        seed = _drawn(q, offset)
+    if seed is None and offset is not None:
+        raise InvalidArgument("attention", "offset", "given without a seed", "pass both")
+    if seed is None and dropout_p and isinstance(q, Tensor):
+        seed = drawn("attention", q.device)
+    prefix_kv, prefix_lengths = _prefix(prefix_kv_len)
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -72,26 +75,37 @@ def attention(
         "window_left": left,
         "window_right": right,
         "prefix_rows": prefix_rows,
-        "prefix_kv": prefix_kv_len if isinstance(prefix_kv_len, int) else -1,
+        "prefix_kv": prefix_kv,
         "dropout_p": dropout_p,
         "backend": backend,
     }
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        lengths = prefix_kv_len if isinstance(prefix_kv_len, Tensor) else None
-        found = dense.attention(q, k, v, kv_len, lengths, mask, seed, offset, **options)
-        return found if return_lse else found[0]
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise InvalidArgument("attention", name, "None", "packed sequences have both")
-    others = {"kv_len": kv_len, "mask": mask, "prefix_kv_len": prefix_kv_len if options["prefix_kv"] < 0 else None}
-    for name, given in others.items():
+    bounds: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if packed:
+        unfit = {"kv_len": kv_len, "mask": mask, "prefix_kv_len": prefix_lengths}
+        why = "given with cu_seqlens", "packed sequences have no batch"
+    else:
+        unfit, why = bounds, ("given without cu_seqlens", "it bounds packed sequences alone")
+    for name, given in unfit.items():
         if given is not None:
-            raise InvalidArgument("attention", name, "given with cu_seqlens", "packed sequences have no batch")
-    if align is None and cu_seqlens_q is cu_seqlens_k:
-        options["align"] = "top_left"
-    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    found = varlen.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, seed, offset, **options)
-    return found if return_lse else found[0]
+            raise InvalidArgument("attention", name, *why)
+    try:
+        if not packed:
+            found = dense.attention(q, k, v, kv_len, prefix_lengths, mask, seed, offset, **options)
+            return found if return_lse else found[0]
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+            raise InvalidArgument("attention", name, "None", "packed sequences have both")
+        if align is None and cu_seqlens_q is cu_seqlens_k:
+            options["align"] = "top_left"
+        found = varlen.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, seed, offset, **options, **bounds)
+        return found if return_lse else found[0]
+    except InvalidArgument as error:  # the ops have names of their own, and for some arguments too
+        name = _NAMES.get(error.argument, error.argument)
+        raise InvalidArgument("attention", name, error.problem, error.remedy) from None
+
+
+_NAMES = {"window_left": "window", "window_right": "window", "prefix_kv": "prefix_kv_len"}
 
 
 def _pair(window: tuple[int, int]) -> tuple[int, int]:
@@ -100,17 +114,13 @@ def _pair(window: tuple[int, int]) -> tuple[int, int]:
     return window[0], window[1]
 
 
-def _drawn(q: Tensor, offset: Tensor | None) -> Tensor:
-    if offset is not None:
-        raise InvalidArgument("attention", "offset", "given without a seed", "pass both")
-    if not torch.compiler.is_compiling() and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InvalidArgument(
-            "attention",
-            "seed",
-            "None while a CUDA graph is captured",
-            "pass seed and offset, int64[1] on the device, and advance one between replays",
-        )
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+def _prefix(length: int | Tensor | None) -> tuple[int, Tensor | None]:
+    """As the op has it: a number, -1 for none, or a tensor."""
+    if length is None or isinstance(length, Tensor):
+        return -1, length
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+        raise InvalidArgument("attention", "prefix_kv_len", repr(length), "an int of 0 or more, or int32[B]")
+    return length, None
 
 
 attention.op = dense.attention  # type: ignore[attr-defined]  # for explain, and for its reference

@@ -1,7 +1,8 @@
 """How inputs of the attention family are made, for checks, tuning and benchmarks: M is the batch, C the keys.
 
-Lengths, masks and what forward saves depend on other tensors, and are derived. What lies past a length is NaN, so that
-reading it shows; what only some queries see is finite, as the contract asks.
+Lengths, masks and what forward saves depend on other tensors, and are derived. What no query sees is NaN, and so is a
+query that sees nothing with its upstream gradients: reading them shows. What only some queries see is finite, as the
+contract asks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.probes import Extent, Probes
+from tilewright.ops.attention import masks
 from tilewright.ops.attention.masks import Rules
 
 SIZES = {"Sq": 40, "Hq": 2, "Hkv": 1, "D": 64, "Dv": 64}
@@ -80,16 +82,22 @@ def statistic(shape: tuple[int, ...], generator: torch.Generator, device: Any, s
     return torch.zeros(shape, device=device)
 
 
-def _past(tensor: Tensor, kv_len: Tensor, nothing: float) -> Tensor:
-    there = torch.arange(tensor.shape[1], device=tensor.device)[None, :] < kv_len[:, None]
-    return torch.where(there[:, :, None, None], tensor, nothing)
-
-
-def finite(found: dict[str, Any], *names: str) -> None:
+def finite(found: dict[str, Any]) -> None:
     """Replace what is not finite: what is hidden from some queries alone must be."""
-    for name in names:
+    for name in ("q", "k", "v", "do", "dlse"):
         if found.get(name) is not None:
             found[name] = torch.nan_to_num(found[name], nan=0.5, posinf=0.5, neginf=-0.5)
+
+
+def poison(found: dict[str, Any], seen: Tensor) -> None:
+    """NaN in place of keys and values that no query sees, and of q, do and dlse where a query sees nothing. `seen` is a
+    mask of `masks.py`. A gradient that is one number everywhere is left as it is."""
+    rows, keys = masks.used(seen, found["k"].shape[-2])
+    lse_rows = rows.squeeze(-1).transpose(1, 2)
+    for name, there in {"q": rows, "k": keys, "v": keys, "do": rows, "dlse": lse_rows}.items():
+        given = found.get(name)
+        if given is not None and any(given.stride()):
+            found[name] = torch.where(there if given.dim() == there.dim() else there[0], given, math.nan)
 
 
 def random_numbers(found: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -110,10 +118,14 @@ def derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         found["prefix_kv_len"] = None
     else:
         found["prefix_kv_len"] = found["prefix_kv_len"] % (keys + 2)
-    if Rules.of(options).hides or found.get("mask") is not None:
-        finite(found, "q", "k", "v", "do")
-    if found["kv_len"] is not None:
-        found["k"], found["v"] = (_past(found[n], found["kv_len"], math.nan) for n in ("k", "v"))
+    rules, mask = Rules.of(options), found.get("mask")
+    if rules.hides or mask is not None:
+        finite(found)
+    elif found["kv_len"] is None:
+        return
+    batch, rows = found["q"].shape[:2]
+    if batch * rows * keys <= FEW_PAIRS:  # in a benchmark there may be more, and nothing to find
+        poison(found, masks.dense(found["q"], found["k"], found["kv_len"], found["prefix_kv_len"], mask, rules))
 
 
 def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """How inputs of varlen attention are made: M is the number of query tokens, C that of key tokens.
 
 Sequences are derived from both: of uneven lengths, some of them empty; in checks a few tokens are left behind the
-last one.
+last one. Without a mask inside of them, one that is NaN reaches no other: what is not finite stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tilewright.core.probes import Extent, Probes
-from tilewright.ops.attention import inputs
+from tilewright.ops.attention import inputs, masks
+from tilewright.ops.attention.masks import Rules
 
 SIZES = {"Hq": 2, "Hkv": 1, "D": 64, "Dv": 64, "N1": 6}
 MOST_TOKENS = 2048
@@ -57,10 +58,11 @@ def derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     for name, main, turn in (("cu_seqlens_q", q, 0), ("cu_seqlens_k", k, 4 if len(q) != len(k) else 0)):
         kind = found[name].dtype
         found[name] = starts(main.shape[0], found[name].shape[0] - 1, main.device, turn).to(kind)
-    inputs.finite(found, "q", "k", "v", "do")  # no sequence sees another's keys
-    behind = torch.arange(k.shape[0], device=k.device) >= found["cu_seqlens_k"][-1]
-    for name in ("k", "v"):
-        found[name] = torch.where(behind[:, None, None], math.nan, found[name])
+    rules = Rules.of(options)
+    if rules.hides:
+        inputs.finite(found)
+    if len(q) * len(k) <= inputs.FEW_PAIRS:
+        inputs.poison(found, masks.packed(len(q), len(k), found["cu_seqlens_q"], found["cu_seqlens_k"], rules)[0])
 
 
 def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -6,40 +6,39 @@ import torch
 
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.ops.attention import configs, vendor
+from tilewright.ops.attention import backward_configs, configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
 _DENSE = unit_stride("q", "k", "v", "o")
 
+_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
+_FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
+_EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
+_CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)
+
 # In half precision the forward for CPUs takes a coarse exponential: lse is off by 17 ulps of float32, and gradients
-# read it.
+# read it. A gradient reads lse, which is in float32 whatever q is in.
 VENDOR_KERNELS = [
     Kernel(
         f"attention{suffix}",
         "vendor",
         f"{_HERE}.vendor:{label}{suffix}",
-        Capability(devices, dtypes, limits=(vendor.common, _DENSE, *limits), deterministic=deterministic),
-        label=name,
+        Capability((device,), dtypes, limits=(vendor.common, _DENSE, *limits), deterministic=deterministic),
+        label=label,
         preference=place,
     )
-    for place, label, name, suffix, devices, dtypes, deterministic, limits in (
-        (10, "cudnn", "cudnn", "", (cuda(90),), HALVES, True,
-         (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)),
-        (10, "cudnn", "cudnn", "_backward", (cuda(90),), HALVES, False,
-         (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)),
-        (11, "flash", "flash", "", (cuda(80),), HALVES, True,
-         (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)),
-        (11, "flash", "flash", "_backward", (cuda(80),), HALVES, False,
-         (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)),
-        (12, "efficient", "efficient", "", (cuda(80),), (torch.float32, *HALVES), True,
-         (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)),
-        (13, "cpu", "cpu", "", (cpu(),), (torch.float32,), True,
-         (vendor.no_window, vendor.keys_to_see, vendor.top_left)),
-        (13, "cpu", "cpu", "_backward", (cpu(),), (torch.float32, *HALVES), True,
-         (vendor.no_window, vendor.keys_to_see, vendor.top_left)),
+    for place, label, suffix, device, dtypes, deterministic, limits in (
+        (10, "cudnn", "", cuda(90), HALVES, True, _CUDNN),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (*_CUDNN, vendor.half)),
+        (11, "flash", "", cuda(80), HALVES, True, _FLASH),
+        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half)),
+        (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),
+        (13, "cpu", "", cpu(), (torch.float32,), True, _CPU),
+        (13, "cpu", "_backward", cpu(), FLOATS, True, _CPU),
     )
-]  # fmt: skip
+]
 
 TRITON_KERNELS = [
     Kernel(
@@ -53,6 +52,47 @@ TRITON_KERNELS = [
         configs.forward_configs,
     )
     for op in ("attention", "varlen_attention")
+] + [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_backward:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, *limits),
+            deterministic=deterministic,
+        ),
+        found,
+        label=label,
+    )
+    for op in ("attention_backward", "varlen_attention_backward")
+    for function, found, label, deterministic, limits in (
+        ("backward", backward_configs.backward_configs, "", True, ()),
+        (
+            "fused",
+            backward_configs.fused_configs,
+            "fused",
+            False,
+            (backward_configs.all_needed, backward_configs.contiguous_keys, backward_configs.no_tensor_memory),
+        ),
+    )
+]
+
+HOPPER_KERNELS = [
+    Kernel(
+        "attention",
+        "triton",
+        f"{_HERE}.hopper:forward",
+        Capability(
+            (cuda(90, 90),),
+            HALVES,
+            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, configs.for_hopper),
+            emulated=False,
+        ),
+        configs.hopper_configs,
+        label="hopper",
+        preference=14,  # behind those of aten, before all others of ours
+    )
 ]
 
 TILELANG_KERNELS = [
@@ -70,4 +110,4 @@ TILELANG_KERNELS = [
     for op in ("attention", "varlen_attention")
 ]
 
-KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *TILELANG_KERNELS]
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *TILELANG_KERNELS]

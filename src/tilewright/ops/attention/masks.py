@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 ALIGNS = ("top_left", "bottom_right")
+FAR = 1 << 30
+"""An unbounded side of a window, and a prefix that hides nothing. Sequences are shorter."""
 
 
 class Rules(NamedTuple):
@@ -48,13 +50,14 @@ def visible(
     as in FlashAttention: the last query stands at the last key). Every condition that is given holds.
     """
     seen = (j < keys) & (i >= 0)
+    left, right = (min(side, FAR) for side in (rules.window_left, rules.window_right))
     place = i + (keys - rows) if rules.align == "bottom_right" else i
     if rules.causal:
         seen = seen & (j <= place)
-    if rules.window_left >= 0:
-        seen = seen & (j >= place - rules.window_left)
-    if rules.window_right >= 0:
-        seen = seen & (j <= place + rules.window_right)
+    if left >= 0:
+        seen = seen & (j >= place - left)
+    if right >= 0:
+        seen = seen & (j <= place + right)
     if rules.prefix_rows > 0:
         limit = rules.prefix_kv if prefix is None else prefix
         seen = seen & ((i >= rules.prefix_rows) | (j < limit))
@@ -67,15 +70,23 @@ def lengths(kv_len: Tensor | None, keys: int) -> Tensor | int:
 
 
 def dense(
-    batch: int, rows: int, keys: int, device: torch.device, kv_len: Tensor | None, prefix_kv_len: Tensor | None,
-    mask: Tensor | None, rules: Rules,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, kv_len: Tensor | None, prefix_kv_len: Tensor | None, mask: Tensor | None, rules: Rules
+) -> Tensor:
     """[B or 1, Hq or 1, Sq, Sk]."""
-    i = torch.arange(rows, device=device)[None, None, :, None]
-    j = torch.arange(keys, device=device)[None, None, None, :]
+    rows, keys = q.shape[1], k.shape[1]
+    i = torch.arange(rows, device=q.device)[None, None, :, None]
+    j = torch.arange(keys, device=q.device)[None, None, None, :]
     prefix = None if prefix_kv_len is None or rules.prefix_kv >= 0 else prefix_kv_len.long()[:, None, None, None]
     seen = visible(i, j, rows, lengths(kv_len, keys), prefix, rules)
     return seen if mask is None else seen & mask
+
+
+def used(seen: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Which queries see a key, and which keys of `groups` heads some query sees: [B or 1, S, H or 1, 1] each."""
+    rows, keys = seen.any(3), seen.any(2)
+    if keys.shape[1] > 1:
+        keys = keys.unflatten(1, (groups, -1)).any(2)
+    return rows.transpose(1, 2).unsqueeze(-1), keys.transpose(1, 2).unsqueeze(-1)
 
 
 def owners(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,12 +7,10 @@ each a factor of a product) is told apart.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.softmax import gathered, products, score_gradient, weighted, weights
+from tilewright.ops.attention.softmax import active, gathered, products, score_gradient, weighted, weights
 
 ROUNDING = (
     "once, at the output; a kernel may round P to the dtype of v for its product, in half precision: an ulp of each "
@@ -26,27 +24,23 @@ ROUNDING_BACKWARD = (
 Scales = dict[str, Tensor]
 
 
-def _finite(t: Tensor) -> Tensor:
-    return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def _weights(q: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """P, and the absolute terms of each score with those of lse and of a shift by the largest score."""
     p = weights(q, k, seen, lse, scale)
-    terms = products(q.abs(), k.abs()) * abs(scale)
-    known = torch.where(lse == -math.inf, 0.0, lse).abs().unsqueeze(-1)
-    return p, 2.0 * terms + known + 1.0
+    terms = 2.0 * products(q.abs(), k.abs()) * abs(scale) + lse.abs().unsqueeze(-1) + 1.0
+    return p, torch.where(seen, terms, 0.0)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Tensor, keep: Tensor | None, scale: float
 ) -> tuple[Scales, Scales]:
     """(A, what may be rounded) of o and lse."""
+    seen = active(seen, lse)
     p, terms = _weights(q, k, seen, lse, scale)
     mean = (p * terms).sum(-1, keepdim=True)
     kept = p if keep is None else p * keep
-    a = {"o": weighted(kept * (terms + mean), v.abs()), "lse": mean.squeeze(-1)}
-    return a, {"o": weighted(kept.square(), v.square()).sqrt()}
+    a = {"o": weighted(kept * (terms + mean), v.abs(), seen), "lse": mean.squeeze(-1)}
+    return a, {"o": weighted(kept.square(), v.square(), seen).sqrt()}
 
 
 def backward(
@@ -54,9 +48,9 @@ def backward(
     keep: Tensor | None, scale: float,
 ) -> tuple[Scales, Scales]:  # fmt: skip
     """(A, what may be rounded) of dq, dk and dv."""
-    groups = k.shape[2]
+    groups, seen = k.shape[2], active(seen, lse)
     p, terms = _weights(q, k, seen, lse, scale)
-    ds = score_gradient(do, dlse, v, o, p, keep, scale)
+    ds = score_gradient(do, dlse, v, o, p, seen, keep, scale)
     inner = torch.zeros_like(p)
     if dlse is not None:
         inner = inner + dlse.abs().unsqueeze(-1)
@@ -64,14 +58,14 @@ def backward(
         dp = products(do.abs(), v.abs())
         inner = inner + (dp if keep is None else dp * keep)
         inner = inner + (do * o).abs().sum(-1).transpose(1, 2).unsqueeze(-1)
-    error = p * inner * abs(scale) + ds.abs() * terms
+    error = torch.where(seen, p * inner * abs(scale) + ds.abs() * terms, 0.0)
     kept = p if keep is None else p * keep
-    a = {"dq": weighted(error, k.abs()), "dk": gathered(error, q.abs(), groups)}
+    a = {"dq": weighted(error, k.abs(), seen), "dk": gathered(error, q.abs(), groups, seen)}
     rounded = {
-        "dq": weighted(ds.square(), k.square()).sqrt(),
-        "dk": gathered(ds.square(), q.square(), groups).sqrt(),
+        "dq": weighted(ds.square(), k.square(), seen).sqrt(),
+        "dk": gathered(ds.square(), q.square(), groups, seen).sqrt(),
     }
     if do is not None:
-        a["dv"] = gathered(kept * terms, do.abs(), groups)
-        rounded["dv"] = gathered(kept.square(), do.square(), groups).sqrt()
-    return {n: _finite(t) for n, t in a.items()}, {n: _finite(t) for n, t in rounded.items()}
+        a["dv"] = gathered(kept * terms, do.abs(), groups, seen)
+        rounded["dv"] = gathered(kept.square(), do.square(), groups, seen).sqrt()
+    return a, rounded

@@ -111,6 +111,7 @@ def forward(
     """o, lse, and a copy of seed and offset where they are saved."""
     size = T.dynamic("size", "int64")
     simple = dtype == F32
+    hides = left_ or right_ or prefix_ or has_mask
     rules = (left_, right_, prefix_)
 
     @T.prim_func
@@ -151,6 +152,7 @@ def forward(
                 T.alloc_fragment((m,), F32),
             )  # fmt: skip
             weights = T.alloc_shared((m, n), F32) if simple else T.alloc_fragment((m, n), dtype)
+            used = T.alloc_shared((n,), "int32")
             if drops:
                 kept = T.alloc_shared((m, n), "uint8")
                 c0, c1 = T.alloc_fragment((m, n // 4), U32), T.alloc_fragment((m, n // 4), U32)
@@ -223,6 +225,14 @@ def forward(
                         if (first + i < queries) & (at + j < there):
                             if mask[mask_start + i64(first + i) * mask_row + i64(at + j) * mask_step] == T.uint8(0):
                                 scores[i, j] = infinite()
+                if hides:  # values that no row of the tile sees are put to 0: a weight of 0 times NaN is NaN
+                    T.clear(used)
+                    for i, j in T.Parallel(m, n):
+                        if (first + i < queries) & (scores[i, j] != infinite()):
+                            used[j] = 1
+                    for j, c in T.Parallel(n, dv):
+                        if used[j] == 0:
+                            v_tile[j, c] = T.Cast(dtype, 0)
                 T.copy(top, before)
                 T.reduce_max(scores, top, dim=1, clear=False)
                 for i, j in T.Parallel(m, n):  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
@@ -248,11 +258,11 @@ def forward(
                 else:
                     T.gemm(weights, v_tile, total, policy=T.GemmWarpPolicy.FullRow)
             for i in T.Parallel(m):
-                part[i] = T.Select(sums[i] == T.float32(0), T.float32(0), kept_scale / sums[i])  # of NaN it is NaN
+                part[i] = kept_scale / sums[i]
             for i, c in T.Parallel(m, dv):
                 if (first + i < queries) & (c // unit < v_vectors):
                     o[(((batch * rows + first_query + i64(first + i)) * heads + head) * v_vectors) * unit + c] = T.Cast(
-                        dtype, total[i, c] * part[i]
+                        dtype, T.Select(sums[i] == T.float32(0), T.float32(0), total[i, c] * part[i])
                     )
             for i in T.Parallel(m):
                 if first + i < queries:

@@ -48,11 +48,12 @@ def tile_of(
 def walk(
     q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
     seed, offset, numbers, limit,
-    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, GAPS: tl.constexpr, NEGATIVE: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
+    APART: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score)."""
+    """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score). GAPS: there may be
+    some that no row sees; their values are put to 0, for 0 times NaN is NaN."""
     for first in tl.range(start, stop, N, warp_specialize=APART):
         keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
         scores = tl.dot(q, keys.T, input_precision=PRECISION)
@@ -65,6 +66,8 @@ def walk(
                 where = mask_rows[:, None] + (place[None, :] if mask_step is None else place[None, :] * mask_step)
                 seen = seen & tl.load(where, mask=seen & mask_rows_there[:, None], other=0).to(tl.int1)
             scores = tl.where(seen, scores * factor, float("-inf"))
+            if GAPS:
+                used = tl.max(scores, 0) != float("-inf")
             new = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
             p = tl.math.exp2(scores - base[:, None])
@@ -79,6 +82,8 @@ def walk(
         if DROPS:
             p = tl.where(kept(seed, offset, numbers, first, limit, N), p, 0.0)
         values = tile_of(v, first, end, v_row, MASKED, TMA, N, DV, V_WIDTH)
+        if GAPS:  # not in the mask of the load: the compiler gives up on one that waits for a product
+            values = tl.where(used[:, None], values, 0.0)
         total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
     return total, sums, top
 
@@ -123,26 +128,30 @@ def attention_forward(
     which = head + row % PACK
     low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                         BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    high = tl.where(inside, high, 0)
     columns = tl.arange(0, D)
     q_place = q + batch * q_batch + (first_query + query) * q_row + which * q_head
     q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
     mine = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
 
-    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them.
+    # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them. Tiles of keys begin
+    # with one that is seen, or where a mask or random numbers want them to.
     start = tl.min(tl.where(inside, low, there), 0)
-    end = tl.minimum(tl.max(tl.where(inside, high, 0), 0), there)
-    start = start // N * N
-    whole, edge = start, end // N * N
+    end = tl.minimum(tl.max(high, 0), there)
+    if mask is not None or DROPS:
+        start = start // N * N
+    origin = start
+    whole, edge = start, end
     if LEFT:
-        whole = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), N) * N
+        whole = origin + tl.cdiv(tl.max(tl.where(inside, low, 0), 0) - origin, N) * N
     if RIGHT or PREFIX:
-        edge = tl.min(tl.where(inside, high, there), 0) // N * N
+        edge = tl.min(tl.where(inside, high, there), 0)
     if PARTS > 1:
         share = tl.cdiv(tl.maximum(tl.cdiv(end - start, N), 0), PARTS) * N
         start = start + part * share
         end = tl.minimum(end, start + share)
-    whole = tl.maximum(tl.minimum(whole, tl.cdiv(end, N) * N), start)
-    edge = tl.maximum(tl.minimum(edge, end // N * N), whole)
+    whole = tl.maximum(tl.minimum(whole, origin + tl.cdiv(end - origin, N) * N), start)
+    edge = tl.maximum(origin + (tl.minimum(edge, end) - origin) // N * N, whole)
 
     key_head = head // group
     k_first = k + batch * k_batch + first_key * k_row + key_head * k_head
@@ -179,25 +188,26 @@ def attention_forward(
             total, sums, top = walk(
                 mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
                 k_row, v_row, drawn, offsets, numbers, limit,
-                True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+                True, PREFIX or DROPS, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
         total, sums, top = walk(
             mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
             k_row, v_row, drawn, offsets, numbers, limit,
-            False, NEGATIVE, DROPS, TMA, APART, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            False, False, NEGATIVE, DROPS, TMA, APART, N, D, DV, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     else:
         edge = start
     total, sums, top = walk(
         mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
         k_row, v_row, drawn, offsets, numbers, limit,
-        True, NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        True, mask is not None or (LEFT and (PREFIX or DROPS)), NEGATIVE, DROPS, TMA, False, N, D, DV, WIDTH, V_WIDTH,
+        PRECISION,
     )  # fmt: skip
 
     scale = tl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
     if DROPS:
         scale *= kept_scale
-    total *= scale[:, None]
+    total = tl.where((sums == 0.0)[:, None], 0.0, total * scale[:, None])
     level = top + tl.math.log2(sums)  # -Inf where nothing was seen
     v_columns = tl.arange(0, DV)
     store = inside[:, None] if V_WIDTH == DV else inside[:, None] & (v_columns < V_WIDTH)[None, :]

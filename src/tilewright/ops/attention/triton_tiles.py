@@ -69,9 +69,35 @@ def seen_by(
     if PREFIX:
         most = prefix.to(tl.int32)
         if prefix_kv_len is not None:
-            most = tl.load(prefix_kv_len + batch).to(tl.int32)
+            most = tl.minimum(tl.maximum(tl.load(prefix_kv_len + batch), 0), keys).to(tl.int32)
         high = tl.where(query < prefix_rows, tl.minimum(high, most), high)
     return low, high
+
+
+@triton.jit
+def seers(
+    first, last, rows, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+    BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """(start, whole, edge, end), the inverse of `seen_by`: no query outside [start, end) sees a key of [first, last),
+    every one of [whole, edge) sees all of them."""
+    shift = first * 0
+    if BOTTOM:
+        shift = keys - rows
+    start, whole, edge, end = first * 0, first * 0, rows, rows
+    if RIGHT:
+        start = tl.maximum(first - right.to(tl.int32) - shift, 0)
+        whole = tl.maximum(last - 1 - right.to(tl.int32) - shift, 0)
+    if LEFT:
+        edge = tl.minimum(edge, first + left.to(tl.int32) + 1 - shift)
+        end = tl.minimum(end, last + left.to(tl.int32) - shift)
+    if PREFIX:
+        most, few = prefix.to(tl.int32), tl.minimum(prefix_rows, rows).to(tl.int32)
+        if prefix_kv_len is not None:
+            most = tl.load(prefix_kv_len + batch).to(tl.int32)
+        start = tl.where(first >= most, tl.maximum(start, few), start)
+        whole = tl.where(last > most, tl.maximum(whole, few), whole)
+    return start, whole, edge, end
 
 
 @triton.jit

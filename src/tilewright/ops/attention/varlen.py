@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.core.call import Call
@@ -16,7 +15,7 @@ from tilewright.core.cost import bytes_of
 from tilewright.core.errors import InvalidArgument
 from tilewright.core.op import Gradient, Saved, Spec, op, upcast
 from tilewright.ops.attention import contract, inputs_varlen, masks, scales, softmax, workloads
-from tilewright.ops.attention.dense import state_of, state_rule, wanted
+from tilewright.ops.attention.dense import Read, o_rule, state_of, state_rule, wanted
 from tilewright.ops.attention.masks import Rules
 
 
@@ -47,22 +46,16 @@ def _check_values(tensors: Mapping[str, Tensor | None], options: Mapping[str, An
             raise InvalidArgument("varlen_attention", bound, f"{most}", f"a sequence has {int(steps.max())}")
 
 
-def _o(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
-    return (*t["q"].shape[:-1], t["v"].shape[-1]), t["q"].dtype
-
-
 def _lse(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
-    return (t["q"].shape[1], t["q"].shape[0]), torch.float64 if t["q"].dtype == torch.float64 else torch.float32
+    return (t["q"].shape[1], t["q"].shape[0]), contract.wide(t["q"].dtype)
 
 
-def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) -> tuple[Any, ...]:
+def _read(t: Mapping[str, Any], rules: Rules, state: Tensor | None, p: float) -> Read:
     """q, k, v as one batch in the accumulation dtype, who sees what, and the factors of dropout."""
     q, k, v = t["q"], t["k"], t["v"]
     seen, place = masks.packed(q.shape[0], k.shape[0], t["cu_seqlens_q"], t["cu_seqlens_k"], rules)
     keep = softmax.keep_of(state, p, q.shape[1], q.shape[0], place, 1)
-    owned = torch.arange(k.shape[0], device=k.device) < t["cu_seqlens_k"][-1]
-    wide_k, wide_v = (torch.where(owned[:, None, None], upcast(x), 0.0)[None] for x in (k, v))
-    return upcast(q)[None], wide_k, wide_v, seen, keep
+    return *softmax.read(q[None], k[None], v[None], seen), seen, keep
 
 
 def _scales(t: Mapping[str, Any], o: Mapping[str, Any], which: int) -> dict[str, Tensor]:
@@ -98,7 +91,7 @@ def _cost_backward(call: Call) -> tuple[int, int]:
 
 @op(
     family="attention",
-    out={"o": _o, "lse": _lse},
+    out={"o": o_rule, "lse": _lse},
     saved={"state": Saved(state_rule, state_of, optional=True)},
     gradient=Gradient(
         "varlen_attention_backward",
@@ -214,10 +207,6 @@ def varlen_attention_backward(
     wide_q, wide_k, wide_v, seen, keep = _read(tensors, rules, state, dropout_p)
     grad, dlse_one = None if do is None else upcast(do)[None], None if dlse is None else dlse[None]
     scale = softmax.scale_of(scale, q.shape[-1])
-    found = softmax.backward(
-        grad, dlse_one, wide_q, wide_k, wide_v, upcast(o)[None], lse[None], seen, keep, scale
-    )  # fmt: skip
-    owned = cu_seqlens_k[-1].long()[None, None, None, None]
-    found = (found[0], softmax.hidden(found[1], owned), softmax.hidden(found[2], owned))
+    found = softmax.backward(grad, dlse_one, wide_q, wide_k, wide_v, upcast(o)[None], lse[None], seen, keep, scale)
     dq, dk, dv = (x[0].to(q.dtype) if need else None for x, need in zip(found, needs, strict=True))
     return dq, dk, dv

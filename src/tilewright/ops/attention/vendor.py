@@ -18,7 +18,8 @@ from tilewright.core.reason import Reason
 from tilewright.ops.attention.softmax import scale_of
 
 _aten = torch.ops.aten
-Pair = tuple[Tensor, Tensor]
+LEAST_KEYS = 16
+"""Of aten's kernel for CPUs: the float32 numbers in 512 bits."""
 
 
 def common(call: Call) -> Iterable[Reason]:
@@ -50,9 +51,17 @@ def no_mask(call: Call) -> Iterable[Reason]:
 
 
 def top_left(call: Call) -> Iterable[Reason]:
-    """Causal as torch has it."""
-    if call.causal and call.align == "bottom_right" and call.q.shape[1] != call.k.shape[1]:
+    """Causal as torch has it, where some query sees each key."""
+    rows, keys = call.q.shape[1], call.k.shape[1]
+    if call.causal and call.align == "bottom_right" and rows != keys:
         yield Reason("align", "'bottom_right' with lengths that differ; this kernel is causal from the top left")
+    elif call.causal and rows < keys:
+        yield unseen(keys - rows)
+
+
+def unseen(keys: int) -> Reason:
+    """Tiles are multiplied whole."""
+    return Reason("k", f"no query sees {keys} keys; this kernel multiplies them by 0, of which NaN is NaN", "cut them")
 
 
 def flash_causal(call: Call) -> Iterable[Reason]:
@@ -65,11 +74,26 @@ def flash_causal(call: Call) -> Iterable[Reason]:
         )
     if diagonal and rows > keys:
         yield Reason("q", f"{rows} rows for {keys} keys: some see none, whose lse FlashAttention has otherwise")
+    if 0 <= call.window_left < keys - rows:
+        yield unseen(keys - rows - call.window_left)
+
+
+def enough_keys(call: Call) -> Iterable[Reason]:
+    """As many as a CPU has in a vector: aten looks for the largest score of the others one by one, where NaN is lost,
+    and takes a query that found none for one that sees nothing."""
+    keys = call.k.shape[1]
+    if keys < LEAST_KEYS:
+        yield Reason("k", f"{keys} keys; takes {LEAST_KEYS} or more: of fewer, aten loses a NaN in q")
 
 
 def heads_alike(call: Call) -> Iterable[Reason]:
     if call.q.shape[-2] != call.k.shape[-2]:
         yield Reason("k", f"{call.k.shape[-2]} heads, while q has {call.q.shape[-2]}; takes as many")
+
+
+def half(call: Call) -> Iterable[Reason]:
+    if call.q.dtype == torch.float32:
+        yield Reason("q", "dtype fp32; takes fp16, bf16")
 
 
 def keys_to_see(call: Call) -> Iterable[Reason]:

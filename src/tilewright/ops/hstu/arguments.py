@@ -8,7 +8,8 @@ import torch
 
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument
-from tilewright.ops.attention.arguments import FAR, strides, unit_of
+from tilewright.ops.attention.arguments import strides, unit_of
+from tilewright.ops.attention.masks import FAR
 from tilewright.ops.hstu.masks import Rules
 from tilewright.ops.residual.philox import limit, scale
 

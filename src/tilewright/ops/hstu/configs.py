@@ -1,8 +1,8 @@
 """How the family is cut into tiles for Triton and TileLang, best guess first, and which fit the shared memory of a
 device. Needs no compiler.
 
-Keys: `m` queries and `n` keys a tile; `tma` 1 where what is walked comes through descriptors; warps and
-pipeline stages.
+Keys: `m` queries and `n` keys a tile; `tma` 1 where what is walked may come through descriptors; warps and pipeline
+stages. A config serves the whole class of a call, which does not tell every stride: launches ask `by_descriptor` again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
-from tilewright.ops.attention.configs import Shape, by_descriptor, width_of
+from tilewright.ops.attention.configs import Shape, width_of
 from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 from tilewright.ops.shared_memory import shared_bytes
 
@@ -48,7 +48,7 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
         if not stages or (shape == SMALLEST and found):
             continue
         m, n = min(m, max(16, rows)), min(n, max(16, keys))
-        for tma in (1, 0) if call.device.is_gpu and by_descriptor(call) else (0,):
+        for tma in (1, 0) if by_descriptor(call, "k", "v") else (0,):
             found[Config(m=m, n=n, tma=tma, num_warps=warps, num_stages=stages)] = None
     return tuple(found)
 
@@ -121,7 +121,7 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
             continue
         k_m, q_m = (min(m, max(16, rows)) for m in (k_m, q_m))
         k_n, q_n = (min(n, max(16, keys)) for n in (k_n, q_n))
-        for tma in (1, 0) if call.device.is_gpu and _by_descriptor(call) else (0,):
+        for tma in (1, 0) if by_descriptor(call, "q", "do", "k", "v") else (0,):
             found[Config(
                 k_m=k_m, k_n=k_n, k_warps=k_warps, k_stages=k_stages, q_m=q_m, q_n=q_n, q_warps=q_warps,
                 q_stages=q_stages, tma=tma,
@@ -129,16 +129,18 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     return tuple(found)
 
 
-def _by_descriptor(call: Call) -> bool:
-    """Whether hardware can copy tiles of everything that is walked."""
-    if not by_descriptor(call):
+def by_descriptor(call: Call, *names: str) -> bool:
+    """Whether hardware can copy tiles of these: in half precision, rows that begin at multiples of 16 bytes and lie
+    some apart, of a dimension of size 1 too, whose stride may be anything and still stands in the descriptor."""
+    if not call.device.is_gpu or not 90 <= call.device.sm < 120:
         return False
-    for facts in (call.q, call.do):
+    for name in names:
+        facts: TensorFacts = call.tensors[name]  # type: ignore[assignment]
         size = facts.dtype.itemsize
-        if facts.column_stride != 1 or facts.align < 16 or facts.columns * size % 16:
+        if size != 2 or not facts.numel or facts.column_stride != 1 or facts.align < 16 or facts.columns * size % 16:
             return False
-        if any(s * size % 16 for n, s in zip(facts.shape[:-1], facts.stride[:-1], strict=True) if n > 1):
-            return False
-        if not 16 <= facts.stride[-3] * size < 2**40:
+        steps = [s * size for n, s in zip(facts.shape[:-1], facts.stride[:-1], strict=True) if n > 1]
+        row = facts.stride[-3] * size
+        if any(step % 16 for step in (*steps, row)) or not 16 <= row < 2**40:
             return False
     return True

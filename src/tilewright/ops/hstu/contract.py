@@ -7,6 +7,7 @@ import torch
 from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 from tilewright.core.contract import floating, has_shape
 from tilewright.core.errors import InvalidArgument
+from tilewright.ops.attention.contract import dropout
 
 
 def heads(call: Call, axes: str) -> None:
@@ -78,17 +79,7 @@ def rules(call: Call) -> None:
     for name in ("contextual_len", "window", "full_tail"):
         if call.options[name] < 0:
             raise InvalidArgument(call.op, name, f"{call.options[name]}", "takes 0 (none) or more")
-    if not 0.0 <= call.dropout_p <= 1.0:
-        raise InvalidArgument(call.op, "dropout_p", f"{call.dropout_p}", "a probability lies in [0, 1]")
-    for name, size in (("seed", 1), ("offset", 1), ("state", 2)):
-        facts = call.tensors.get(name)
-        if facts is None or name in call.outputs:
-            continue
-        if facts.dtype != torch.int64 or facts.shape != (size,) or not facts.contiguous:
-            raise InvalidArgument(call.op, name, str(facts), f"needs int64[{size}]")
-    name = "seed" if "seed" in call.tensors else "state"
-    if call.dropout_p > 0.0 and not call.has(name):
-        raise InvalidArgument(call.op, name, "None", "what is dropped needs one: int64 on the device of q")
+    dropout(call)
 
 
 def _name(facts: TensorFacts) -> str:

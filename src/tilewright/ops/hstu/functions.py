@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.hstu import jagged
+from tilewright.ops.seeds import drawn
 
 
 def hstu_attention(
@@ -52,23 +52,14 @@ def hstu_attention(
     Raises:
         InvalidArgument: as the op; also no seed while a CUDA graph is captured, whose replays would all drop the same.
     """
-    if seed is None and dropout_p:
-        seed = _drawn(q, offset)
+    if seed is None and offset is not None:
+        raise InvalidArgument("hstu_attention", "offset", "given without a seed", "pass both")
+    if seed is None and dropout_p and isinstance(q, Tensor):
+        seed = drawn("hstu_attention", q.device)
     return jagged.hstu_attention(
         q, k, v, seq_offsets, num_targets, attn_scale, seed, offset, max_seqlen=max_seqlen, alpha=alpha, causal=causal,
         contextual_len=contextual_len, window=window, full_tail=full_tail, dropout_p=dropout_p, backend=backend,
     )  # fmt: skip
-
-
-def _drawn(q: Tensor, offset: Tensor | None) -> Tensor:
-    if offset is not None:
-        raise InvalidArgument("hstu_attention", "offset", "given without a seed", "pass both")
-    if not torch.compiler.is_compiling() and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InvalidArgument(
-            "hstu_attention", "seed", "None while a CUDA graph is captured",
-            "pass seed and offset, int64[1] on the device, and advance one between replays",
-        )  # fmt: skip
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
 
 
 hstu_attention.op = jagged.hstu_attention  # type: ignore[attr-defined]  # for explain, and for its reference

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.core.probes import Extent, Probes
-from tilewright.ops.attention.inputs import finite, number, small
+from tilewright.ops.attention.inputs import finite, number, random_numbers, small
 from tilewright.ops.attention.inputs_varlen import starts
 
 MOST_PAIRS = 1 << 24
@@ -55,7 +55,8 @@ def _derive_dense(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     if mask is None:
         _within_float16(found, options["scale"], options["post_scale"])
         return
-    finite(found, "q", "k", "v", "do", "mask")
+    finite(found)
+    found["mask"] = torch.nan_to_num(mask, nan=0.5, posinf=0.5, neginf=-0.5)
     largest = float(found["mask"].abs().max()) if mask.numel() else 0.0
     _within_float16(found, options["scale"], options["post_scale"] * largest)
     mask = torch.where(found["mask"] < -0.8, 0.0, found["mask"])
@@ -121,8 +122,7 @@ def _factors(shape: tuple[int, ...], generator: torch.Generator, device: Any, si
 
 
 def _derive_jagged(found: dict[str, Any], options: Mapping[str, Any]) -> None:
-    if options["dropout_p"] == 0.0:
-        found.update({n: None for n in ("seed", "offset", "state") if n in found})
+    random_numbers(found, options)
     tokens, kind = found["q"].shape[0], found["seq_offsets"].dtype
     ends = starts(tokens, found["seq_offsets"].shape[0] - 1, found["q"].device, 0)
     steps = ends.diff().clamp(max=MOST_LENGTH)
@@ -133,7 +133,7 @@ def _derive_jagged(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         found["num_targets"] = torch.minimum(torch.where(few % 4 == 0, steps, few), steps).to(
             found["num_targets"].dtype
         )
-    finite(found, "q", "k", "v", "do")
+    finite(found)
     _within_float16(found, options["alpha"], 1.0 if found["attn_scale"] is not None else 1.0 / options["max_seqlen"])
     behind = torch.arange(tokens, device=ends.device) >= ends[-1]
     for name in ("q", "k", "v", "do"):

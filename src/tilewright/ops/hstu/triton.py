@@ -18,6 +18,7 @@ from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.triton import DESCRIPTOR
 from tilewright.ops.attention.triton_tiles import kept, precision
 from tilewright.ops.hstu import arguments
+from tilewright.ops.hstu.configs import by_descriptor
 from tilewright.ops.hstu.triton_tiles import add_product, hstu_order, inverse, keys_of, place_of, room_for, tile_of
 
 
@@ -160,6 +161,7 @@ def forward(call: Call, config: Config) -> list[Launch]:
     q, k, v = call.q, call.k, call.v
     unit = arguments.unit_of(q, k, v)
     stages, order = ordered(call, config.m, "order")
+    descriptors = bool(config.tma) and by_descriptor(call, "k", "v")
     args: dict[str, Argument] = {
         **{name: call.tensors[name] for name in ("q", "k", "v")}, "order": order, **arguments.tensors(call),
         **{name: call.tensors.get(name) for name in ("seed", "offset", "o", "state")},
@@ -167,11 +169,11 @@ def forward(call: Call, config: Config) -> list[Launch]:
         **arguments.numbers(call, config.m),
     }  # fmt: skip
     constants = {
-        **arguments.constants(call), "TMA": bool(config.tma), "UNIT": unit, "M": config.m, "N": config.n,
+        **arguments.constants(call), "TMA": descriptors, "UNIT": unit, "M": config.m, "N": config.n,
         "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns, "PRECISION": precision(call),
     }  # fmt: skip
     programs = arguments.programs(call, q, config.m)
-    workspace = Scratch("descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if config.tma else None
+    workspace = Scratch("descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if descriptors else None
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return [*stages, Launch(hstu_forward, (programs, 1, 1), args, constants, options, workspace=workspace)]
 

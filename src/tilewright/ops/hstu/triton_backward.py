@@ -17,6 +17,7 @@ from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.triton import DESCRIPTOR
 from tilewright.ops.attention.triton_tiles import precision
 from tilewright.ops.hstu import arguments
+from tilewright.ops.hstu.configs import by_descriptor
 from tilewright.ops.hstu.triton import ordered
 from tilewright.ops.hstu.triton_backward_tiles import hstu_keys, hstu_queries
 
@@ -37,6 +38,7 @@ def _launch(
     do, q, k, v = call.do, call.q, call.k, call.v
     unit = arguments.unit_of(q, k, v, do)
     stages, order = ordered(call, rows, f"{prefix}order")
+    descriptors = bool(config.tma) and by_descriptor(call, *(("q", "do") if main == "k" else ("k", "v")))
     args: dict[str, Argument] = {
         "do": do, "q": q, "k": k, "v": v, "order": order, **arguments.tensors(call),
         "state": call.state if arguments.dropping(call) else None, **outputs,
@@ -45,11 +47,11 @@ def _launch(
         **arguments.numbers(call, rows, main),
     }  # fmt: skip
     constants = {
-        **arguments.constants(call), "TMA": bool(config.tma), "UNIT": unit, "M": config[f"{prefix}m"],
+        **arguments.constants(call), "TMA": descriptors, "UNIT": unit, "M": config[f"{prefix}m"],
         "N": config[f"{prefix}n"], "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
         "PRECISION": precision(call),
     }  # fmt: skip
     programs = arguments.programs(call, call[main], rows)
-    workspace = Scratch(f"{prefix}descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if config.tma else None
+    workspace = Scratch(f"{prefix}descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8) if descriptors else None
     options = {name: config[f"{prefix}{name.removeprefix('num_')}"] for name in ("num_warps", "num_stages")}
     return [*stages, Launch(function, (programs, 1, 1), args, constants, options, workspace=workspace)]

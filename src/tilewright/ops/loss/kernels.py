@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
-from tilewright.core.reason import Reason
 from tilewright.ops.loss import configs
 
 _HERE = "tilewright.ops.loss"
@@ -56,16 +52,11 @@ TILELANG_KERNELS = [
 ]
 
 
-def _from_inputs(call: Call) -> Iterable[Reason]:
-    if configs.scales(call):
-        yield Reason("unit", "given; works from logits and targets")
-
-
 TILE_KERNELS = [
-    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), limits=(limit,)))
-    for op, function, limit in (
-        ("bce_with_logits", "forward", configs.keeps_nothing),
-        ("bce_with_logits_backward", "backward", _from_inputs),
+    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), limits=limits, in_place=True))
+    for op, function, limits in (
+        ("bce_with_logits", "forward", ()),
+        ("bce_with_logits_backward", "backward", (configs.as_saved,)),
     )
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
-from tilewright.ops.tile_rows import sharing, sum_launch
+from tilewright.ops.tile_rows import Sums, sharing, sum_launch
 
 
 @tile.fragment
@@ -59,9 +59,9 @@ def norm_backward(
     """
     first, col = t.program_id(0), t.arange(x.shape[1])
     average = t.mean if divide else t.sum
-    sums = {name: t.var(t.zeros(*col.shape)) for name, view in (("w", dweight), ("b", dbias), ("p", dpre_bias))
-            if view is not None}  # fmt: skip
-    for row in t.range(first, x.shape[0], t.num_programs(0)):
+    views = {"weight": dweight, "bias": dbias, "pre_bias": dpre_bias}
+    sums = Sums(t, col.shape, views)
+    for row in sums.over(first, x.shape[0], t.num_programs(0)):
         at = (row, col)
         d: Any = None
         if dy is not None:
@@ -69,10 +69,8 @@ def norm_backward(
             root = t.load(rstd[row])
             n = n if mean is None else n - t.load(mean[row])
             n = n if stored else n * root
-            if dweight is not None:
-                sums["w"].set(sums["w"].get() + g * (n.to(x.dtype).f32() if cast else n))
-            if dbias is not None:
-                sums["b"].set(sums["b"].get() + g)
+            sums.add("weight", g * (n.to(x.dtype).f32() if cast else n))
+            sums.add("bias", g)
             if dx is not None or dpre_bias is not None:
                 if weight is not None:
                     w = t.load(weight[col]).f32()
@@ -82,13 +80,12 @@ def norm_backward(
         if dh is not None:
             extra = t.load(dh[at]).f32()
             d = extra if d is None else d + extra
-        if dpre_bias is not None:
-            sums["p"].set(sums["p"].get() + d)
+        sums.add("pre_bias", d)
         if dx is not None:
             t.store(dx[at], d.to(dx.dtype))
-    for name, view in (("w", dweight), ("b", dbias), ("p", dpre_bias)):
-        if view is not None:
-            t.store(view[first, col], sums[name].get())
+    for name, view in views.items():
+        if name in sums:
+            t.store(view[first, col], sums[name])
 
 
 def forward(call: Call, config: Config) -> Launch:

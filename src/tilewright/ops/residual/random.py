@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.residual import dropout
+from tilewright.ops.seeds import drawn
 
 
 def dropout_add(
@@ -40,14 +40,7 @@ def dropout_add(
     if seed is None and training and p:
         if offset is not None:
             raise InvalidArgument("dropout_add", "offset", "given without a seed", "pass both")
-        if not torch.compiler.is_compiling() and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(
-                "dropout_add",
-                "seed",
-                "None while a CUDA graph is captured",
-                "pass seed and offset, int64[1] on the device, and advance one between replays",
-            )
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+        seed = drawn("dropout_add", x.device)
     y: Tensor = dropout.dropout_add(x, residual, seed, offset, p=p, training=training, backend=backend)
     return y
 

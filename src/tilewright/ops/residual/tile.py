@@ -9,7 +9,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.residual.dropout import drops
 from tilewright.ops.residual.philox import scale, threshold
-from tilewright.ops.tile_rows import grid, one_row, place, sharing, sum_launch
+from tilewright.ops.tile_rows import Sums, grid, one_row, place, sharing, sum_launch
 
 
 @tile.kernel
@@ -52,8 +52,8 @@ def gated_block(t: Any, x: Any, residual: Any, y: Any, gate: Any, form: str) -> 
 def gated_rows(t: Any, dy: Any, x: Any, gate: Any, dx: Any, dgate: Any, form: str) -> None:
     """dx = dy * gate and dgate = dy * x of every so many-th row; along columns the gate's is this program's sum."""
     first, col = t.program_id(0), t.arange(dy.shape[1])
-    total = t.var(t.zeros(*col.shape)) if form == "column" and dgate is not None else None
-    for row in t.range(first, dy.shape[0], t.num_programs(0)):
+    sums = Sums(t, col.shape, {"gate": dgate if form == "column" else None})
+    for row in sums.over(first, dy.shape[0], t.num_programs(0)):
         d = t.load(dy[row, col]).f32()
         at = {"column": (col,), "row": (row, 0), "element": (row, col)}[form]
         if dx is not None:
@@ -61,12 +61,12 @@ def gated_rows(t: Any, dy: Any, x: Any, gate: Any, dx: Any, dgate: Any, form: st
         if dgate is None:
             continue
         terms = d * t.load(x[row, col]).f32()
-        if total is not None:
-            total.set(total.get() + terms)
+        if "gate" in sums:
+            sums.add("gate", terms)
         else:
             t.store(dgate[at], (t.sum(terms) if form == "row" else terms).to(dgate.dtype))
-    if total is not None:
-        t.store(dgate[first, col], total.get())
+    if "gate" in sums:
+        t.store(dgate[first, col], sums["gate"])
 
 
 def dropout_forward(call: Call, config: Config) -> Launch:

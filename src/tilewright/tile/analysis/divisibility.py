@@ -33,6 +33,10 @@ class Known:
     def non_negative(self) -> bool:
         return self.low is not None and self.low >= 0
 
+    @property
+    def positive(self) -> bool:
+        return self.low is not None and self.low > 0
+
     def fits(self, bits: int) -> bool:
         """Whether a signed integer of so many bits holds every possible value."""
         most = 1 << bits - 1

@@ -60,10 +60,20 @@ template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
   T r = a < b ? a : b; return b != b ? a : r; }"""),
     Record("max_of", "template <class T> static inline T max_of(T a, T b) { return a > b ? a : b; }"),
     Record("min_of", "template <class T> static inline T min_of(T a, T b) { return a < b ? a : b; }"),
+    Record("can_divide", """template <class T> static inline T can_divide(T b) {
+  T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
+  return traps ? one : b; }"""),
     Record("floor_div", """template <class T> static inline T floor_div(T a, T b) {
-  T q = a / b; T r = a % b; auto down = (r != 0) & ((r ^ b) < 0); return down ? q - 1 : q; }"""),
+  T d = can_divide<T>(b), q = a / d, r = a % d, less = q - 1, minus = T{} - a, none = T{};
+  auto down = (r != 0) & ((r ^ d) < 0); q = down ? less : q; q = d == b ? q : minus; return b == none ? none : q; }"""),
     Record("floor_mod", """template <class T> static inline T floor_mod(T a, T b) {
-  T r = a % b; auto down = (r != 0) & ((r ^ b) < 0); return down ? r + b : r; }"""),
+  T d = can_divide<T>(b), r = a % d, more = r + d; auto down = (r != 0) & ((r ^ d) < 0); return down ? more : r; }"""),
+    Record("shift_left", """template <class T, class E> static inline T shift_left(T a, T by) {
+  constexpr E most = 8 * sizeof(E) - 1; T r = a << (by & most), none = T{};
+  auto inside = (by >= 0) & (by <= most); return inside ? r : none; }"""),
+    Record("shift_right", """template <class T, class E> static inline T shift_right(T a, T by) {
+  constexpr E most = 8 * sizeof(E) - 1; T r = a >> (by & most), none = T{}, ones = none - 1, sign = a < 0 ? ones : none;
+  auto inside = (by >= 0) & (by <= most); return inside ? r : sign; }"""),
     Record("mulhi", """static inline u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 static inline u32v mulhi(u32v a, u32v b) {
   u64v low = ((u64v)a & 0xffffffffull) * ((u64v)b & 0xffffffffull), high = ((u64v)a >> 32) * ((u64v)b >> 32);

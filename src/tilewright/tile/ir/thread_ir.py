@@ -93,7 +93,8 @@ class Store:
 
 @dataclass(frozen=True)
 class For:
-    """Counts `var` from `lo` while below `hi`. `unroll`: the bounds are constants and the loop is written out."""
+    """Counts `var` from `lo` while below `hi`. `unroll`: the bounds are constants and the loop is written out.
+    `any_step`: the step may be anything; below 1 the loop does not run, and `var` never passes `hi`."""
 
     var: str
     lo: Operand
@@ -101,6 +102,7 @@ class For:
     step: Operand
     body: list[Statement]
     unroll: bool = False
+    any_step: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tilewright.tile.ir.thread_ir import (
     Type,
 )
 
-SCRATCH_BYTES = 4 << 20
+SCRATCH_BYTES = 8 << 20
 """The most scratch that a thread may have."""
 
 

@@ -229,7 +229,8 @@ class Functions:
         return Var(self._t, self._t.effect("var", (made.node,), shape=made.shape, dtype=made.dtype))
 
     def range(self, lo: Any, hi: Any = None, step: Any = 1) -> Iterator[Tile]:
-        """A loop over int64 indices. The body is traced twice, so Python side effects happen twice."""
+        """A loop over int64 indices. The body is traced twice, so Python side effects happen twice. With a step below 1
+        that only run time knows it does not run."""
         lo, hi = (0, lo) if hi is None else (lo, hi)
         bounds = [lift(self._t, v, dtypes.int64) for v in (lo, hi, step)]
         if any(b.shape or not b.dtype.integer for b in bounds):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import numpy as np
+
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
@@ -293,6 +295,8 @@ def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
         if value._t is not recorder:
             raise TraceError("a tile of another kernel's trace is used")
         return value
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool):
         return Tile(recorder, recorder.const(value, like if like == dtypes.boolean else dtypes.boolean))
     if isinstance(value, int):
@@ -301,7 +305,7 @@ def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
         if like is not None and like.integer:
             raise TraceError(f"{value} meets a tile of {like}: cast it with .f32()")
         return Tile(recorder, recorder.const(value, dtypes.float32))
-    raise TraceError(f"{value!r} is neither a tile nor a number")
+    raise TraceError(f"{value!r} ({type(value).__name__}) is neither a tile nor a number")
 
 
 def pair(a: Any, b: Any) -> tuple[Tile, Tile]:

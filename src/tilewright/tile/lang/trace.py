@@ -23,6 +23,12 @@ EARLIER = (
 )
 
 
+def short(value: object) -> str:
+    """A value for a message. Python refuses to print the longest ints."""
+    long = isinstance(value, int) and value.bit_length() > 256
+    return f"an int of {int(value).bit_length()} bits" if long else repr(value)  # type: ignore[call-overload]
+
+
 class Recorder:
     """The program under construction."""
 
@@ -79,13 +85,16 @@ class Recorder:
     def const(self, value: float | int | bool, dtype: DType) -> Node:
         """A scalar constant, rounded to the dtype."""
         if dtype.floating:
-            with np.errstate(over="ignore"):
-                exact: float | int | bool = float(dtype.rounded(np.asarray(value, np.float32)).item())
+            try:
+                with np.errstate(over="ignore"):
+                    exact: float | int | bool = float(dtype.rounded(np.asarray(float(value), np.float32)).item())
+            except OverflowError:
+                raise TraceError(f"{short(value)} does not fit {dtype}") from None
             return self.add("const", dtype=dtype, value=exact, sign=str(exact))  # -0.0 == 0.0, and is not the same
         if dtype.integer:
             low, high = dtype.bounds
             if not low <= int(value) <= high:
-                raise TraceError(f"{value} does not fit {dtype}")
+                raise TraceError(f"{short(value)} does not fit {dtype}")
             return self.add("const", dtype=dtype, value=int(value))
         return self.add("const", dtype=dtype, value=bool(value))
 

@@ -7,6 +7,8 @@ in `loops`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,11 +66,20 @@ class Emitter:
         self.blocks: list[Block] = [Block(self.function.body)]
         self.homes: dict[Region, int] = {program.body: 0}
         self.parameters: dict[str, Parameter] = {}
-        self.results: dict[Node, Any] = {}
+        self.results: dict[Any, Any] = {}
         self.facts = Facts(program)
         self.phase: Phase | None = None
         self.tail: Operand | None = None
         self._count = 0
+
+    @contextmanager
+    def block(self) -> Iterator[Block]:
+        """Statements of a body of their own."""
+        self.blocks.append(Block())
+        try:
+            yield self.blocks[-1]
+        finally:
+            self.blocks.pop()
 
     # Statements -----------------------------------------------------------------------------------------------------
 
@@ -92,6 +103,7 @@ class Emitter:
         return str(known[key])
 
     def parameter(self, name: str, kind: str, of: str, axis: int = 0, dtype: DType = int64) -> str:
+        """A parameter's name. What the author named comes last, so that no two kinds ever share one."""
         self.parameters.setdefault(name, Parameter(name, kind, of, axis, dtype))
         return name
 
@@ -129,7 +141,7 @@ class Emitter:
             kind = "pid" if node.op == "program_id" else "grid"
             return Value(self.parameter(f"{kind}{a['axis']}", "builtin", kind, a["axis"]), scalar, depth)
         if node.op == "size":
-            return Value(self.parameter(f"{a['view']}_n{a['axis']}", "size", a["view"], a["axis"]), scalar, depth)
+            return Value(self.parameter(f"n{a['axis']}_{a['view']}", "size", a["view"], a["axis"]), scalar, depth)
         if node.op == "argument":
             return Value(self.parameter(f"a_{a['name']}", "scalar", a["name"], 0, node.dtype), scalar, depth)
         if node.op == "arange":
@@ -171,7 +183,7 @@ class Emitter:
             if folded is not None:
                 return folded
             kind = a["kind"]
-            if kind in DOWNWARD and all(self.facts.of(x).non_negative for x in node.args):
+            if kind in DOWNWARD and self.facts.of(node.args[0]).non_negative and self.facts.of(node.args[1]).positive:
                 kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
             return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":

@@ -6,17 +6,16 @@ a copy of the body in which each access has a count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Store, Type
 from tilewright.tile.ir.thread_verify import verify
-from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape
-from tilewright.tile.lower.elementwise import ZERO, Block, Index, Place, Value
+from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
+from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
-from tilewright.tile.lower.reduce import UNROLL, Reductions
+from tilewright.tile.lower.reduce import BLOCK, UNROLL, Reductions, blocked
 from tilewright.tile.numbers import identity
 
 COUNT = Type(int64)
@@ -63,15 +62,7 @@ class _Lowering(Reductions):
             self.homes[body] = depth + 1
             made.known[(effect.attrs["index"], ())] = Value(var, COUNT, depth + 1)
             self.region(body)
-        self.put(depth, For(var, lo, hi, step, made.statements))
-
-    @contextmanager
-    def block(self) -> Iterator[Block]:
-        self.blocks.append(Block())
-        try:
-            yield self.blocks[-1]
-        finally:
-            self.blocks.pop()
+        self.put(depth, For(var, lo, hi, step, made.statements, any_step=step != 1))
 
     def scalar(self, item: Node) -> None:
         """An effect without a loop."""
@@ -109,7 +100,8 @@ class _Lowering(Reductions):
             if not is_scalar(node.shape):
                 self.results[node] = self.array(self.fresh("r"), node.dtype, node.shape)
             if node not in inner:
-                self.fill(node)
+                for array in self.sums_across(node):
+                    self.fill(node, array)
         for item in phase.items:
             if item.op == "var":
                 self.results_by_key[("cell", item.id)] = self.array(self.fresh("cell"), item.dtype, item.shape)
@@ -123,10 +115,14 @@ class _Lowering(Reductions):
         def around(place: Place, chunks: Callable[[], None]) -> None:
             self.accumulators = {n: self.accumulator(n, unroll) for n in inner}
             chunks()
-            for acc in list(self.accumulators.values()):
+            for acc in self.accumulators.values():
                 self.folded(acc, unroll, place)
+            self.accumulators = {}
 
         self.loops(space, along, unroll, body, around)
+        for node in folding:
+            if node not in inner:
+                self.merge(node)
 
     def _first_loads(self, phase: Phase) -> list[Node]:
         """Loads of what is also written: they keep their place among the effects."""
@@ -171,19 +167,29 @@ class _Lowering(Reductions):
     def _cell_shape(self, var: int) -> Shape:
         return self.program.nodes[var].shape
 
-    def fill(self, node: Node) -> None:
-        """Write the identity of a reduction along an outer axis to its scratch array."""
+    def fill(self, node: Node, array: str) -> None:
+        """Write the identity of a reduction along an outer axis to a scratch array."""
         start, shape = identity(node.attrs["combine"], node.dtype), node.shape
         if is_scalar(shape):
             raise LowerError("a reduction along an axis that is not the last leaves one number", node.line)
-        along = max(i for i, a in enumerate(shape) if a != 1)
 
-        def body(place: Place, register: Operand) -> None:
+        def body(place: Place) -> None:
             index, _, lane = self.offset(shape, place)
             type = Type(node.dtype, self.lanes if lane != 0 else 1)
-            self.put(len(self.blocks) - 1, Store(self.results[node], type, index, start))
+            self.put(len(self.blocks) - 1, Store(array, type, index, start))
 
-        self.loops(shape, along, 1, body, lambda place, chunks: chunks())
+        self.over(shape, body)
+
+    def merge(self, node: Node) -> None:
+        """Add up what the blocks of a sum along an outer axis have left."""
+        arrays = self.sums_across(node)
+        if len(arrays) > 1:
+            self.over(node.shape, lambda place: self.add_across(node, arrays, place))
+
+    def over(self, shape: Shape, body: Callable[[Place], None]) -> None:
+        """A nest over the elements of a scratch array."""
+        along = max(i for i, a in enumerate(shape) if a != 1)
+        self.loops(shape, along, 1, lambda place, register: body(place), lambda place, chunks: chunks())
 
     def loops(
         self, space: Shape, along: int, unroll: int, body: Callable[[Place, Operand], None],
@@ -217,10 +223,11 @@ class _Lowering(Reductions):
         else:
             full = self.let(depth, COUNT, "and", size, -width, operands=COUNT)
         if full != 0:
-            var = self.fresh("c")
-            with self.block() as made:
-                self._round(var, unroll, unroll, along, place, body, None)
-            self.put(depth, For(var, 0, full, width, made.statements))
+            most = static_size(space[along]) // width
+            levels = 0
+            while any(map(blocked, self.accumulators)) and most > BLOCK:
+                most, levels = -(-most // BLOCK), levels + 1
+            self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, along, place, body, None))
         if isinstance(size, int) and size == full:
             return
         rounds = unroll
@@ -233,6 +240,20 @@ class _Lowering(Reductions):
         with self.block() as made:
             self._chunk(full, 0, along, place, body, self.let(depth + 1, COUNT, "sub", size, full))
         self.put(depth, If(condition, made.statements))
+
+    def _rounds(self, lo: Operand, hi: Operand, width: int, levels: int, body: Callable[[str], None]) -> None:
+        """A loop over full rounds, in `levels` of blocks whose sums are taken on their own."""
+        depth, step = len(self.blocks) - 1, width * BLOCK**levels
+        var = self.fresh("b" if levels else "c")
+        with self.block() as made:
+            if not levels:
+                body(var)
+            else:
+                with self.block_of_sums(UNROLL):
+                    beyond = self.let(depth + 1, COUNT, "add", var, step)
+                    end = self.let(depth + 1, COUNT, "min", beyond, hi)
+                    self._rounds(var, end, width, levels - 1, body)
+        self.put(depth, For(var, lo, hi, step, made.statements))
 
     def _round(
         self, start: Operand, unroll: int, rounds: int, along: int, place: list[Index],

@@ -109,16 +109,16 @@ class Memory(Emitter):
         storage = axis + view.levels - 1
         if axis == view.rank - 1 and view.unit and (axis > 0 or view.levels == 1):
             return 1
-        return self.parameter(f"{name}_s{storage}", "stride", name, storage)
+        return self.parameter(f"s{storage}_{name}", "stride", name, storage)
 
     def _leveled(self, name: str, levels: int, row: Affine) -> Affine:
         """The offset of a row whose axis is stored with several strides. A row is not negative: C's division does."""
         total, depth = self._sum(row.terms)
         terms: list[Term] = []
         for axis in reversed(range(levels)):
-            stride = self.parameter(f"{name}_s{axis}", "stride", name, axis)
+            stride = self.parameter(f"s{axis}_{name}", "stride", name, axis)
             if axis:
-                extent = self.parameter(f"{name}_e{axis}", "extent", name, axis)
+                extent = self.parameter(f"e{axis}_{name}", "extent", name, axis)
                 rest = self.let(depth, Type(int64), "rem", total, extent)
                 total = self.let(depth, Type(int64), "quot", total, extent)
             else:
@@ -139,10 +139,10 @@ class Memory(Emitter):
             stride: Operand
             if axis == 0 and view.levels > 1:
                 for level in reversed(range(view.levels)):
-                    stride = self.parameter(f"{name}_s{level}", "stride", name, level)
+                    stride = self.parameter(f"s{level}_{name}", "stride", name, level)
                     rest = part
                     if level:
-                        extent = Value(self.parameter(f"{name}_e{level}", "extent", name, level), Type(int64), 0)
+                        extent = Value(self.parameter(f"e{level}_{name}", "extent", name, level), Type(int64), 0)
                         rest = self.let(depth, type, "rem", part, self.as_vector(extent))
                         part = self.let(depth, type, "quot", part, self.as_vector(extent))
                     steps.append((rest, stride))

@@ -150,7 +150,7 @@ class Plan:
                 continue
             if phase.segment is not home:
                 return False
-            if self.place[store] is home and phase.level > home.levels[store] - (not self.pointwise(load, store)):
+            if self.place.get(store) is home and phase.level > home.levels[store] - (not self.pointwise(load, store)):
                 return False
         return True
 

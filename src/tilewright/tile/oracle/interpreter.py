@@ -23,10 +23,15 @@ from tilewright.tile.lower import math
 @dataclass(frozen=True)
 class Order:
     """In what order a target folds an axis: element i into accumulator i % (lanes * unroll), then the accumulators by
-    halves, then the lanes by halves. (1, 1) is one after the other."""
+    halves, then the lanes by halves. (1, 1) is one after the other.
+
+    With a `block`, an accumulator of a floating sum adds so many elements, then so many sums of such blocks, and so on;
+    what fills no round of accumulators comes last.
+    """
 
     lanes: int = 1
     unroll: int = 1
+    block: int = 0
 
 
 def run(
@@ -96,10 +101,8 @@ class _Machine:
             self.frames[e.region][e] = self.cells[e.attrs["var"]]
         elif e.op == "loop":
             lo, hi, step = (int(self.value(a)) for a in e.args)
-            if step < 1:
-                raise RunError(f"a loop with step {step}", e.line)
             body = e.attrs["body"]
-            for k in range(lo, hi, step):
+            for k in range(lo, hi, step) if step > 0 else ():
                 self.frames[body] = {e.attrs["index"]: np.asarray(k, np.int64)}
                 for inner in body.effects:
                     if inner.op != "index":
@@ -254,26 +257,35 @@ class _Machine:
         combine, dtype, axis = node.attrs["combine"], node.args[0].dtype, node.attrs["axis"]
         x = np.broadcast_to(x, self.extents(node.args[0]))
         moved = np.moveaxis(x, axis, 0)
-        last = axis == x.ndim - 1
+        last = all(a == 1 for a in node.args[0].shape[axis + 1 :])
         lanes, unroll = (self.order.lanes, self.order.unroll) if last else (1, 1)
         kind = self.real if dtype.floating else np.dtype(dtype.storage)
-        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll).astype(kind)
+        block = self.order.block if combine == "sum" and dtype.floating else 0
+        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll, block).astype(kind)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
 
-def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int) -> Array:
-    """Fold axis 0 as a target with `lanes` and `unroll` does."""
+def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int, block: int = 0) -> Array:
+    """Fold axis 0 as a target with `lanes`, `unroll` and `block` does. See `Order`."""
     function = numbers.COMBINE[combine]
     width = lanes * unroll
     rest = -x.shape[0] % width
     padding = np.full((rest, *x.shape[1:]), identity, x.dtype)
     parts = np.concatenate([x, padding]).reshape(-1, unroll, lanes, *x.shape[1:])
-    total = np.full(parts.shape[1:], identity, x.dtype)
-    for part in parts:
-        total = function(total, part)
+    start = np.full(parts.shape[1:], identity, x.dtype)
+    full, last = (parts[:-1], parts[-1:]) if rest else (parts, parts[:0])
+    while block and len(full) > block:
+        full = np.stack([_one_by_one(function, start, full[i : i + block]) for i in range(0, len(full), block)])
+    total = _one_by_one(function, start, [*full, *last])
     for axis_size in (unroll, lanes):
         while axis_size > 1:
             axis_size //= 2
             total = function(total[:axis_size], total[axis_size : 2 * axis_size])
         total = total[0]
     return np.asarray(total)
+
+
+def _one_by_one(function: Any, total: Array, parts: Any) -> Array:
+    for part in parts:
+        total = function(total, part)
+    return total

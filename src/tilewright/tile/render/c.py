@@ -88,6 +88,9 @@ def expression(s: Let) -> str:
         return (
             f"({c_type(s.type)}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({c_type(s.type)}, {args[0]})"
         )
+    if s.op in ("shl", "shr") and not _shifts_within(s.args[1], source.dtype):
+        name = "shift_left" if s.op == "shl" else "shift_right"
+        return f"{name}<{c_type(s.type)}, {SCALARS[s.type.dtype.name]}>({', '.join(args)})"
     if s.op in INFIX:
         if s.type.lanes > 1 and source.dtype != int64:  # scalars spread by themselves
             args = [literal(a, source.dtype) if _spreads(a, source.dtype, s.args) else t
@@ -113,6 +116,10 @@ def expression(s: Let) -> str:
         typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
         return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
+
+
+def _shifts_within(by: Operand, dtype: DType) -> bool:
+    return not isinstance(by, str) and 0 <= by < 8 * dtype.itemsize
 
 
 def _spreads(value: Operand, dtype: DType, all_args: tuple[Operand, ...]) -> bool:
@@ -179,6 +186,9 @@ def _statement(s: Statement, where: bool) -> list[str]:
     if isinstance(s, If):
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
+    if s.any_step:
+        first, more = f"{s.step} > 0 ? {s.lo} : {s.hi}", f"(u64){s.hi} - (u64){s.var} > (u64){s.step}"
+        head = f"for (i64 {s.var} = {first}; {s.var} < {s.hi}; {s.var} = {more} ? {s.var} + {s.step} : {s.hi}) {{"
     if s.unroll:
         head = f'_Pragma("GCC unroll {s.hi}") for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{'
     return [head, *statements(s.body, 2, where), "}"]

@@ -6,6 +6,7 @@ The generated code includes no header: neither libc's nor a vendor's.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 from tilewright.tile.instr import convert, x86
@@ -57,7 +58,8 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
     for function, body, code in zip(functions, bodies, plain, strict=True):
         # Comments name lines, which move while the kernel stays the same, and so does its place in the store.
         told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
-        symbol = f"{function.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+        name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"  # `<lambda>` is one
+        symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
         if symbol not in symbols:
             parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
         symbols.append(symbol)
@@ -110,6 +112,6 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
     if size:
         out += [f"    char* const scratch = arena_{symbol}.p;", *places]
     out.append("#pragma omp for schedule(static) collapse(3)")
-    for axis in (2, 1, 0):
+    for axis in (0, 1, 2):  # the last one fastest: where axis 0 counts rows, axis 1 goes along memory
         out.append(f"    for (i64 pid{axis} = 0; pid{axis} < grid{axis}; pid{axis}++)")
     return [*out, "    {", body, "    }", "  }", "}"]

@@ -22,13 +22,23 @@ from tilewright.tile.ir.tile_ir import Most, ViewType
 @dataclass(frozen=True)
 class Memory:
     """Where a tensor lies: address, sizes and strides (in elements) of its storage axes. `levels`: how many of them
-    are the first axis of the view."""
+    are the first axis of the view. `read_only`: its owner lets nobody write there."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: DType
     levels: int = 1
+    read_only: bool = False
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first byte of any element, and the one after the last; equal where there is no element."""
+        if 0 in self.shape:
+            return self.address, self.address
+        ends = [s * (n - 1) for n, s in zip(self.shape, self.strides, strict=True)]
+        low, high = sum(min(e, 0) for e in ends), sum(max(e, 0) for e in ends) + 1
+        return self.address + self.dtype.itemsize * low, self.address + self.dtype.itemsize * high
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -44,15 +54,63 @@ def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory
 
     Args:
         dtype: of the elements, where the array's own does not tell (bfloat16 as uint16 in numpy).
+
+    Raises:
+        TileError: its memory is not what its shape, strides and dtype alone say, or no CPU kernel can reach it.
     """
     if isinstance(array, np.ndarray):
-        strides = tuple(s // array.itemsize for s in array.strides)
-        return Memory(array.ctypes.data, array.shape, strides, dtype or _named(array.dtype.name), levels)
-    name = str(array.dtype).rpartition(".")[2]
-    return Memory(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype or _named(name), levels)
+        return _numpy(array, dtype, levels)
+    if isinstance(array, Memory):
+        return array
+    if not all(hasattr(array, name) for name in ("data_ptr", "stride", "shape", "dtype")):
+        raise TileError(f"{type(array).__name__} is no array: takes numpy's, or tensors as torch's")
+    return _tensor(array, dtype, levels)
 
 
-def _named(name: str) -> DType:
+def _numpy(array: np.ndarray[Any, Any], dtype: DType | None, levels: int) -> Memory:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TileError("a masked array: its mask would be lost; pass .data, and the mask as a view of its own")
+    if not array.dtype.isnative:
+        raise TileError(f"the byte order of {array.dtype} is not this machine's: .astype({array.dtype.name!r}) has it")
+    element = _element(array.dtype.name, array.itemsize, dtype)
+    if array.ndim == 0:
+        raise TileError("an array of no axis: pass .item() as a number, or .reshape(1) as a view")
+    if array.itemsize and any(s % array.itemsize for s in array.strides):
+        raise TileError(f"strides of {array.strides} bytes are no multiple of the element's {array.itemsize} (a field "
+                        "of a structured array?): copy it")  # fmt: skip
+    strides = tuple(s // array.itemsize for s in array.strides)
+    return Memory(array.ctypes.data, array.shape, strides, element, levels, not array.flags.writeable)
+
+
+def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
+    device, layout = str(getattr(array, "device", "cpu")), str(getattr(array, "layout", "torch.strided"))
+    if device.partition(":")[0] != "cpu":
+        raise TileError(f"a tensor on {device}: kernels run on the CPU")
+    if layout.rpartition(".")[2] != "strided":
+        raise TileError(f"a tensor of layout {layout.rpartition('.')[2]}: .to_dense() has strides")
+    for bit, lazy in (("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")):
+        if getattr(array, bit, bool)():
+            raise TileError(f"the memory of a tensor whose {bit}() is set does not hold its values: .{lazy}() does")
+    element = _element(str(array.dtype).rpartition(".")[2], array.element_size(), dtype)
+    if not array.shape:
+        raise TileError("a tensor of no axis: pass .item() as a number, or .reshape(1) as a view")
+    try:  # a tensor that torch traces with is on the CPU by name, and its storage nowhere
+        nowhere = hasattr(array, "untyped_storage") and array.untyped_storage().device.type == "meta"
+        address = 0 if nowhere else array.data_ptr()
+    except RuntimeError as error:
+        raise TileError(f"a {type(array).__name__} has no memory of its own ({error})") from None
+    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels)
+    if 0 not in made.shape and not address:
+        raise TileError(f"a {type(array).__name__} of shape {made.shape} that has no memory")
+    return made
+
+
+def _element(name: str, itemsize: int, asked: DType | None) -> DType:
+    """The element type: as asked for, where its bits fit, or by name."""
+    if asked is not None:
+        if asked.itemsize != itemsize:
+            raise TileError(f"elements of {name} are {itemsize} bytes: not {asked}, which is {asked.itemsize}")
+        return asked
     if name not in dtypes.ALL:
         raise TileError(f"no element type is called {name}; there are {', '.join(dtypes.ALL)}")
     return dtypes.ALL[name]
@@ -73,7 +131,8 @@ def pack(parameters: list[Parameter], memories: Mapping[str, Memory], scalars: M
         real = p.kind == "scalar" and p.dtype == dtypes.float32
         kinds.append("d" if real else "q")
         if p.kind == "scalar":
-            values.append(float(np.float32(scalars[p.of])) if real else int(scalars[p.of]))
+            with np.errstate(over="ignore"):
+                values.append(float(np.float32(scalars[p.of])) if real else int(scalars[p.of]))
             continue
         m = memories[p.of]
         found = {"pointer": m.address, "size": 0, "stride": 0, "extent": 0}[p.kind]
@@ -82,6 +141,6 @@ def pack(parameters: list[Parameter], memories: Mapping[str, Memory], scalars: M
         elif p.kind == "stride":
             found = m.strides[p.axis]
         elif p.kind == "extent":
-            found = m.shape[p.axis]
+            found = max(m.shape[p.axis], 1)  # only ever divided by
         values.append(found)
     return struct.pack(f"={''.join(kinds)}", *values)

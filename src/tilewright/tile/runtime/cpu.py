@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from tilewright.tile.ir.thread_ir import Function
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cpu as render
+from tilewright.tile.runtime.forked import in_child, is_child
 from tilewright.tile.runtime.store import Store, compiler_digest
 from tilewright.tile.runtime.target import Cpu, need_compiler, this_cpu
 
@@ -33,15 +35,14 @@ FLAGS = (
 SECONDS = 120
 _lock = threading.Lock()
 _loaded: dict[str, list[Compiled]] = {}
-_forked = False
 
 
-def _after_fork() -> None:
-    global _forked
-    _forked = True
+def _renew() -> None:
+    global _lock
+    _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+in_child(_renew)
 
 
 class Compiled:
@@ -56,7 +57,7 @@ class Compiled:
 
     def __call__(self, packed: bytes, grid: tuple[int, int, int], threads: int) -> None:
         """Run. In a forked child serially: a parallel region there would wait for threads that do not exist."""
-        self.entry(packed, *grid, 1 if _forked else threads)
+        self.entry(packed, *grid, 1 if is_child() else threads)
 
 
 def compile(program: Program, cpu: Cpu | None = None) -> Compiled:
@@ -80,8 +81,15 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
             return _loaded[key]
     functions = [lower(p, render.lanes_of(target.features)) for p in programs]
     text, symbols = render.sources(functions, target.features)
-    path = Store().path(key, lambda place: _build(text, place, target, flags))
-    library = ctypes.CDLL(str(path))
+    store = Store()
+    path = store.path(key, lambda place: _build(text, place, target, flags))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
+    finally:
+        store.release(path)
     made = [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)]
     with _lock:
         return _loaded.setdefault(key, made)
@@ -93,9 +101,16 @@ def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:
         file = Path(folder) / "kernel.cc"
         file.write_text(text, encoding="utf-8")
         command = [tool.path, *flags, *cpu.flags(), str(file), "-o", str(place)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
-        except subprocess.TimeoutExpired:
-            raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            errors="replace", env={**os.environ, "TMPDIR": folder}, start_new_session=True,
+        ) as run:  # fmt: skip
+            try:
+                _, said = run.communicate(timeout=SECONDS)
+            except BaseException as error:
+                os.killpg(run.pid, signal.SIGKILL)  # a driver that dies leaves its passes behind
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
+                raise
     if run.returncode:
-        raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", run.stderr[-4000:])
+        raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", said[-4000:])

@@ -5,15 +5,21 @@ A library that calls often packs its arguments once and calls `runtime.cpu.Compi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tilewright.tile import dtypes
 from tilewright.tile.errors import TileError
+from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lang.kernel import Argument, Kernel
+from tilewright.tile.lang.trace import short
 from tilewright.tile.runtime import cpu
 from tilewright.tile.runtime.arguments import Memory, memory_of, pack, type_of
+from tilewright.tile.runtime.overlap import check_overlap
 
 SERIAL_BYTES = 1 << 16
 
@@ -22,31 +28,78 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], named: 
     """Compile for these arguments where that is new, and run on the CPU.
 
     Args:
-        grid: up to three counts of instances.
-        args, named: the kernel's own arguments; those of its fragments came with `bind`. Ints and floats are run-time
-            scalars; None, bools and strings are constants.
+        grid: a count of instances, or up to three.
+        args, named: the kernel's own arguments; those of its fragments came with `bind`. Ints and floats, numpy's too,
+            are run-time scalars; None, bools and strings are constants.
 
     Raises:
-        TypeError: a missing or unknown argument. TraceError, CompilerError: see there.
+        TypeError: a missing or unknown argument.
+        TileError: an argument that no kernel can read, or whose memory is another's; the message names it.
+        TraceError, CompilerError: see there.
     """
+    counts = _grid(kernel, grid)
     names = list(kernel.parameters)
     if len(args) > len(names):
         raise TypeError(f"{kernel.name} takes {len(names)} arguments, not {len(args)}")
     values = {**dict(zip(names, args, strict=False)), **named, **kernel.bound()}
-    memories = {n: v if isinstance(v, Memory) else memory_of(v) for n, v in values.items() if _is_tensor(v)}
+    memories: dict[str, Memory] = {}
+    scalars: dict[str, Any] = {}
     types: dict[str, Argument] = {}
     for name, value in values.items():
-        types[name] = type_of(memories[name]) if name in memories else _scalar(value)
-    compiled = cpu.compile(kernel.trace(types))
-    scalars = {n: v for n, v in values.items() if n not in memories}
+        try:
+            if _is_tensor(value):
+                memories[name] = memory_of(value)
+                types[name] = type_of(memories[name])
+            else:
+                scalars[name] = value.item() if isinstance(value, np.generic) else value
+                types[name] = _scalar(scalars[name])
+        except TileError as error:
+            raise TileError(f"{kernel.name}: {name}: {error}") from None
+    program = kernel.trace(types)
+    _check(program, memories, scalars)
+    compiled = cpu.compile(program)
     moved = sum(_bytes(m) for m in memories.values())
     threads = 1 if moved <= SERIAL_BYTES else len(os.sched_getaffinity(0))
-    counts = (*grid, 1, 1, 1)[:3]
-    compiled(pack(compiled.parameters, memories, scalars), (counts[0], counts[1], counts[2]), threads)
+    if 0 not in counts:
+        compiled(pack(compiled.parameters, memories, scalars), counts, threads)
+
+
+def _grid(kernel: Kernel, grid: Any) -> tuple[int, int, int]:
+    """The counts of instances along three axes."""
+    counts = (grid,) if isinstance(grid, (int, np.integer)) else grid
+    if not isinstance(counts, (tuple, list)) or not 1 <= len(counts) <= 3:
+        raise TileError(f"{kernel.name}: the grid is {grid!r}; takes a count of instances, or a tuple of one to three")
+    found = []
+    for n in counts:
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n < 1 << 62:
+            raise TileError(f"{kernel.name}: the grid is {grid!r}; {n!r} is no count of instances")
+        found.append(int(n))
+    if math.prod(found) >= 1 << 62:
+        raise TileError(f"{kernel.name}: the grid is {grid!r}: more instances than can be counted")
+    first, second, third = (*found, 1, 1)[:3]
+    return first, second, third
+
+
+def _check(program: Program, memories: Mapping[str, Memory], scalars: Mapping[str, Any]) -> None:
+    """What the host can tell of a call before it is made."""
+    written = program.written()
+    for name in sorted(written):
+        if memories[name].read_only:
+            raise TileError(f"{program.name}: {name} is written, and the array is read-only")
+    for effect in program.effects():
+        if effect.op == "loop" and effect.args[2].op == "argument":
+            name = effect.args[2].attrs["name"]
+            if scalars[name] < 1:
+                raise TileError(f"{program.name}: {name} is {scalars[name]}, the step of a loop: needs 1 or more",
+                                effect.line)  # fmt: skip
+    try:
+        check_overlap(memories, written, program.inplace)
+    except TileError as error:
+        raise TileError(f"{program.name}: {error}") from None
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Memory) or hasattr(value, "dtype")
+    return not isinstance(value, np.generic) and (isinstance(value, Memory) or hasattr(value, "dtype"))
 
 
 def _scalar(value: Any) -> Argument:
@@ -55,15 +108,15 @@ def _scalar(value: Any) -> Argument:
     if isinstance(value, float):
         return dtypes.float32
     if isinstance(value, int):
+        low, high = dtypes.int64.bounds
+        if not low <= value <= high:
+            raise TileError(f"{short(value)} does not fit int64")
         return dtypes.int64
     raise TileError(f"{value!r} is neither a tensor nor a number")
 
 
 def _bytes(memory: Memory) -> int:
-    count = memory.dtype.itemsize
-    for n in memory.shape:
-        count *= n
-    return count
+    return memory.dtype.itemsize * math.prod(memory.shape)
 
 
 class Grid:

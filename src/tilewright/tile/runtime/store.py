@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from tilewright.tile.errors import CompilerError
+
+log = logging.getLogger("tilewright")
 MOST_BYTES = 512 << 20
 DIGEST = 32
+LEFTOVER_SECONDS = 24 * 3600.0
+"""No compilation takes this long: older temporary files belong to nobody."""
 
 
 def folder() -> Path:
@@ -29,8 +38,26 @@ def compiler_digest() -> str:
     return text.hexdigest()
 
 
+@cache
+def _closed(where: Path) -> bool:
+    """Whether nobody else may write to a folder, which holds what this process will run. One of ours that others may
+    enter is closed to them; what cannot be is said once, and not used."""
+    facts = where.stat()
+    if facts.st_uid == 0 != os.geteuid() and not facts.st_mode & 0o022:
+        return True  # an administrator's, to read from
+    problem = "" if facts.st_uid == os.geteuid() else f"belongs to user {facts.st_uid}"
+    if not problem and facts.st_mode & 0o077:
+        where.chmod(0o700)
+        mode = stat.S_IMODE(where.stat().st_mode)
+        problem = f"keeps mode {mode:o}" if mode & 0o077 else ""
+    if problem:
+        log.warning("%s %s: kernels are compiled again in each process", where, problem)
+    return not problem
+
+
 class Store:
-    """Files by key. Every method bears a missing, read-only or full disk: the kernel is then compiled again."""
+    """Files by key. Every method bears a missing, read-only or full disk, and somebody else's folder: the kernel is
+    then compiled again."""
 
     def __init__(self, where: Path | None = None) -> None:
         self.where = where or folder()
@@ -42,16 +69,33 @@ class Store:
         """The file of a key; `build` writes it where it is not there. It ends in its own digest, which a loader of
         shared objects does not mind."""
         path = self._path(key)
-        if self._sound(path):
-            return path
         try:
-            self.where.mkdir(parents=True, exist_ok=True)
+            self.where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.where.mkdir(exist_ok=True, mode=0o700)
+            if not _closed(self.where):
+                return self._private(key, build)
+            if self._sound(path):
+                return path
             made = self._made(self.where, key, build)
             os.replace(made, path)
         except OSError:
-            return self._made(Path(tempfile.mkdtemp(prefix="tilewright-")), key, build)
+            return self._private(key, build)
         self._trim(keep=path)
         return path
+
+    def release(self, path: Path) -> None:
+        """Say that the file is loaded: one that is not kept is removed."""
+        if path.parent != self.where:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+    def _private(self, key: str, build: Callable[[Path], None]) -> Path:
+        """The file in a folder of its own, until `release`."""
+        where = Path(tempfile.mkdtemp(prefix="tilewright-"))
+        try:
+            return self._made(where, key, build)
+        except BaseException:
+            shutil.rmtree(where, ignore_errors=True)
+            raise
 
     @staticmethod
     def _made(where: Path, key: str, build: Callable[[Path], None]) -> Path:
@@ -60,8 +104,11 @@ class Store:
         path = Path(name)
         try:
             build(path)
+            data = path.read_bytes()
+            if not data:
+                raise CompilerError("the compiler said that all is well, and wrote nothing")
             with path.open("ab") as file:
-                file.write(hashlib.sha256(path.read_bytes()).digest())
+                file.write(hashlib.sha256(data).digest())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -70,13 +117,23 @@ class Store:
     @staticmethod
     def _sound(path: Path) -> bool:
         try:
+            facts = path.lstat()
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
+                return False  # put there by somebody else before the folder was closed
             data = path.read_bytes()
         except OSError:
             return False
         return len(data) > DIGEST and hashlib.sha256(data[:-DIGEST]).digest() == data[-DIGEST:]
 
     def _trim(self, keep: Path) -> None:
-        """Remove what was least lately written, beyond the most bytes."""
+        """Remove what was least lately written, beyond the most bytes, and what killed processes left behind."""
+        old = time.time() - LEFTOVER_SECONDS
+        for path in self.where.glob(".*.so"):
+            try:
+                if path.stat().st_mtime < old:
+                    path.unlink()
+            except OSError:
+                continue
         found = []
         for path in self.where.glob("*.so"):
             try:

@@ -1,0 +1,282 @@
+"""attention and varlen_attention for Hopper, in Triton's Gluon: warps that specialise, as in FlashAttention-3 (Shah et
+al., 2024).
+
+One warp brings keys and values by hardware copies (TMA) into a ring of stages; two warpgroups of 64 queries each take
+them out. A warpgroup asks for the next product of queries and keys before the last one of weights and values is done,
+and while one is at its exponentials the other has the tensor cores. Blocks of keys are walked from the last to the
+first, so that a causal mask is met first.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tilewright.core.call import Call
+from tilewright.core.launch import Argument, Config, Launch, Scratch
+from tilewright.ops.attention import arguments
+from tilewright.ops.attention.configs import width_of
+from tilewright.ops.attention.softmax import scale_of
+from tilewright.ops.attention.triton_tiles import place_of, seen_by
+
+DESCRIPTOR = 128
+"""Bytes of one."""
+WARPS = 4
+"""Of a warpgroup."""
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def soften(
+    scores, top, factor, first, low, high, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, N: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """(weights before they are divided by their sum, the largest score, what the sums so far shrink by)."""
+    if NEGATIVE:
+        scores = -scores
+    if MASKED:
+        key = first + gl.arange(0, N, gl.SliceLayout(0, SCORES))
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        scores = gl.where(seen, scores * factor, float("-inf"))
+        new = gl.maximum(top, gl.max(scores, 1))
+        base = gl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
+        p = gl.exp2(scores - base[:, None])
+    else:
+        new = gl.maximum(top, gl.max(scores, 1) * factor)
+        base = gl.where(new == float("-inf"), 0.0, new)
+        p = gl.exp2(scores * factor - base[:, None])
+    return p, new, gl.exp2(top - base)
+
+
+@gluon.jit
+def turn(
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, first, total, sums, top, weights, low, high,
+    factor, zero, MASKED: gl.constexpr, NEGATIVE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, OUT: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Scores of block `number` while the weights of the block before meet its values."""
+    at, before = number % STAGES, (number - 1) % STAGES
+    mbarrier.wait(k_full.index(at), (number // STAGES) & 1)
+    scores = warpgroup_mma(q_tile, k_ring.index(at).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((number - 1) // STAGES) & 1)
+    total = warpgroup_mma(weights, v_ring.index(before), total, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(at), count=1)
+    p, top, shrink = soften(scores, top, factor, first, low, high, MASKED, NEGATIVE, N, SCORES)
+    sums = sums * shrink + gl.sum(p, 1)
+    weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
+    total, weights = warpgroup_mma_wait(0, deps=(total, weights))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+    return total, sums, top, weights
+
+
+@gluon.jit
+def attend(
+    half, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o, lse, prefix_kv_len, batch, row,
+    queries, keys, token_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
+    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's M queries, from `row` on: their o and lse."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DV, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    q_tile = q_tiles.index(half)
+    query = row + gl.arange(0, M, gl.SliceLayout(1, SCORES))
+    low, high = seen_by(query, queries, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                        BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    high = gl.where(query < queries, high, 0)
+    top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    zero = gl.zeros([M, N], gl.float32, SCORES)
+    total = gl.zeros([M, DV], gl.float32, OUT)
+
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    scores = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    p, top, _ = soften(scores, top, factor, start + (blocks - 1) * N, low, high, True, NEGATIVE, N, SCORES)
+    sums = gl.sum(p, 1)
+    weights = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
+    for number in range(1, blocks - edge):
+        total, sums, top, weights = turn(
+            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
+            total, sums, top, weights, low, high, factor, zero, True, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+        )  # fmt: skip
+    for number in range(blocks - edge, blocks - whole):
+        total, sums, top, weights = turn(
+            q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
+            total, sums, top, weights, low, high, factor, zero, False, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+        )  # fmt: skip
+    if LEFT:
+        for number in range(blocks - whole, blocks):
+            total, sums, top, weights = turn(
+                q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, number, start + (blocks - 1 - number) * N,
+                total, sums, top, weights, low, high, factor, zero, True, NEGATIVE, N, STAGES, SCORES, OUT, WEIGHTS,
+            )  # fmt: skip
+    last = (blocks - 1) % STAGES
+    mbarrier.wait(v_full.index(last), ((blocks - 1) // STAGES) & 1)
+    total = warpgroup_mma(weights, v_ring.index(last), total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+
+    scale = gl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
+    gl.store(lse + query, (top + gl.log2(sums)) * LN2, mask=query < queries)  # -Inf where nothing was seen
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, OUT))
+    out_row = row + gl.arange(0, M, gl.SliceLayout(1, OUT))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, OUT))
+    found = gl.where((scale == 0.0)[:, None], 0.0, total * scale[:, None])
+    place = o + out_row.to(gl.int64)[:, None] * token_step + columns[None, :]
+    there = (out_row < queries)[:, None]
+    gl.store(place, found.to(q_tile.dtype), mask=there if V_WIDTH == DV else there & (columns < V_WIDTH)[None, :])
+
+
+@gluon.jit
+def bring(
+    k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Fill the rings, a stage as soon as both warpgroups are done with it."""
+    for number in range(blocks):
+        at, odd = number % STAGES, (number // STAGES) & 1
+        first = start + (blocks - 1 - number) * N
+        mbarrier.wait(k_empty.index(at), odd ^ 1)
+        mbarrier.expect(k_full.index(at), k_at.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_at, [first, 0], k_full.index(at), k_ring.index(at))
+        mbarrier.wait(v_empty.index(at), odd ^ 1)
+        mbarrier.expect(v_full.index(at), v_at.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_at, [first, 0], v_full.index(at), v_ring.index(at))
+
+
+@gluon.jit(
+    do_not_specialize=["rows", "keys", "count", "tiles", "heads", "group", "left", "right", "prefix_rows", "prefix"]
+)  # fmt: skip
+def attention_hopper(
+    q, k, v, kv_len, cu_seqlens_q, cu_seqlens_k, prefix_kv_len, o, lse,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    left, right, prefix_rows, prefix, count, rows, keys, tiles, heads, group, factor,
+    BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, NEGATIVE: gl.constexpr,
+    UNIT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WIDTH: gl.constexpr,
+    V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """o and lse of 2 M queries."""
+    unit = gl.to_tensor(UNIT).to(gl.int64)
+    q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
+    k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
+    v_batch, v_row, v_head = v_batch * unit, v_row * unit, v_head * unit
+    program = gl.program_id(0)
+    # Tiles of one head follow each other, so that what runs at a time shares keys in the L2; the last ones, which see
+    # the most, go first.
+    slot = tiles.to(gl.int32) - 1 - program % tiles.to(gl.int32)
+    both = program // tiles.to(gl.int32)
+    batch = (both // heads.to(gl.int32)).to(gl.int64)
+    head = (both % heads.to(gl.int32)).to(gl.int64)
+    tile, first_query, queries, first_key, there = place_of(
+        slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, 1, 2 * M
+    )
+    row = tile * (2 * M)
+
+    # Keys [start, end) are seen by some query of the tile; of the blocks of them, those from `whole` to `edge` by all.
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    query = row + gl.arange(0, 2 * M, ROWS)
+    inside = query < queries
+    low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                        BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    start = gl.min(gl.where(inside, low, there), 0)
+    end = gl.minimum(gl.max(gl.where(inside, high, 0), 0), there)
+    blocks = gl.maximum((end - start + N - 1) // N, 1)
+    edge = gl.minimum(gl.min(gl.where(inside, high, there), 0), end) - start
+    edge = gl.maximum(gl.minimum(edge // N, blocks - 1), 0)
+    whole = gl.max(gl.where(inside, low, 0), 0) - start if LEFT else 0
+    whole = gl.minimum(gl.maximum((whole + N - 1) // N, 0), edge) if LEFT else 0
+
+    dtype: gl.constexpr = q.dtype.element_ty
+    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+    K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], dtype)
+    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, DV], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [2, M, D], Q_TILE)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, N, D], K_TILE)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, N, DV], V_TILE)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+
+    # Descriptors end where the sequence does, or what the tile sees: what lies behind is 0, and not read. That is where
+    # a tile begins that has no queries, or none that sees a key.
+    key_head = head // group
+    lines, ends = gl.maximum(queries, 1), gl.maximum(end, 1)
+    q_from = gl.where(queries > 0, row, lines)
+    start = gl.where(end > start, start, ends)
+    q_at = tma.make_tensor_descriptor(
+        q + batch * q_batch + first_query * q_row + head * q_head, [lines, WIDTH], [q_row, 1], [M, D], Q_TILE
+    )
+    k_at = tma.make_tensor_descriptor(
+        k + batch * k_batch + first_key * k_row + key_head * k_head, [ends, WIDTH], [k_row, 1], [N, D], K_TILE
+    )
+    v_at = tma.make_tensor_descriptor(
+        v + batch * v_batch + first_key * v_row + key_head * v_head, [ends, V_WIDTH], [v_row, 1], [N, DV], V_TILE
+    )
+    mbarrier.expect(q_full, 2 * q_at.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_at, [q_from, 0], q_full, q_tiles.index(0))
+    tma.async_copy_global_to_shared(q_at, [q_from + M, 0], q_full, q_tiles.index(1))
+
+    o_at = o + ((batch * rows + first_query) * heads + head) * V_WIDTH
+    lse_at = lse + (batch * heads + head) * rows + first_query
+    token_step = heads * V_WIDTH
+    gl.warp_specialize(
+        [
+            (attend, (
+                0, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse_at, prefix_kv_len,
+                batch, row, queries, there, token_step, left, right, prefix_rows, prefix, start, blocks, edge,
+                whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, M, N, DV, V_WIDTH, STAGES, WARPS,
+            )),
+            (attend, (
+                1, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse_at, prefix_kv_len,
+                batch, row + M, queries, there, token_step, left, right, prefix_rows, prefix, start, blocks, edge,
+                whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, NEGATIVE, M, N, DV, V_WIDTH, STAGES, WARPS,
+            )),
+            (bring, (k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N, STAGES)),
+        ],
+        [WARPS, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+def forward(call: Call, config: Config) -> Launch:
+    """o and lse."""
+    q, k, v = call.q, call.k, call.v
+    batch = q.shape[0] if len(q.shape) == 4 else 1
+    count, unit = arguments.tiles_of(call, config.m, 1), arguments.unit_of(q, k, v)
+    masks = arguments.mask_arguments(call)
+    args: dict[str, Argument] = {
+        **{name: call.tensors[name] for name in ("q", "k", "v", "o", "lse")},
+        **arguments.strides(q, unit), **arguments.strides(k, unit), **arguments.strides(v, unit),
+        **{name: value for name, value in masks.items() if not name.startswith("mask")},
+        **arguments.heads_of(call), "tiles": count, "factor": arguments.number_arguments(call)["factor"],
+    }  # fmt: skip
+    constants = {
+        **arguments.mask_constants(call), "NEGATIVE": scale_of(call.scale, q.columns) < 0.0, "UNIT": unit,
+        "M": config.m // 2, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns,
+        "V_WIDTH": v.columns, "STAGES": config.stages, "WARPS": WARPS, "REGISTERS": config.registers,
+    }  # fmt: skip
+    programs = count * batch * q.shape[-2]
+    workspace = Scratch("descriptors", (programs * 3 * DESCRIPTOR,), torch.uint8)
+    return Launch(attention_hopper, (programs, 1, 1), args, constants, {"num_warps": WARPS}, workspace=workspace)

@@ -1,0 +1,243 @@
+"""How the Triton gradients of attention walk queries or keys, tile by tile. What is walked and kept is said by
+`triton_backward`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewright.ops.attention.triton_backward_rows import LOG2E
+from tilewright.ops.attention.triton_tiles import kept, seen_by
+
+
+@triton.jit
+def tile_of(
+    at, which, first, end, row_step, step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[N, D] of one head from row `first` on, 0 past `end`. Columns are `step` apart, or side by side. A descriptor is
+    of several heads, of which this is the `which`-th."""
+    if TMA:
+        return tl.reshape(at.load([which, first, 0]), [N, D])
+    else:
+        lines, columns = tl.arange(0, N), tl.arange(0, D)
+        place = at + first * row_step + lines[:, None].to(tl.int64) * row_step
+        place += (columns if step is None else columns * step)[None, :]
+        if MASKED:
+            there = (lines < end - first)[:, None]
+            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
+        elif WIDTH == D:
+            return tl.load(place)
+        else:
+            return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def weights_of(scores, power, factor, dtype: tl.constexpr):
+    """P. In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
+    if dtype == tl.float32:
+        return tl.math.exp2((scores * factor - power) * LOG2E)
+    else:
+        return tl.math.exp2(scores * factor - power)
+
+
+@triton.jit
+def stat_of(stats, number, first, inside, TMA: tl.constexpr, M: tl.constexpr):
+    """[M] of rows from `number` + `first` on."""
+    if TMA:
+        return stats.load([(number + first).to(tl.int32)])
+    elif inside is None:
+        return tl.load(stats + number + first + tl.arange(0, M))
+    else:
+        return tl.load(stats + number + first + tl.arange(0, M), mask=inside, other=0.0)
+
+
+@triton.jit
+def walk_queries(
+    keys, values, q, do, dq_sum, which, stats, dk, dv, count, begin, split, resume, end, queries, place, there, batch,
+    left, right, prefix_rows, prefix, prefix_kv_len, mask, mask_row, mask_step, factor, q_row, do_row, do_step,
+    seed, offset, number, apart, first_place, limit, gain, up, down,
+    MASKED: tl.constexpr, CLEAN: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, DROPS: tl.constexpr, GIVES_K: tl.constexpr, GIVES_V: tl.constexpr, JOINT: tl.constexpr,
+    TMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv from `count` tiles of queries of one head: `split` from query `begin` on, the others from `resume`, and
+    none from `end` on. CLEAN where queries between may see nothing, and hold anything.
+
+    Both products that P waits for come first, so that tensor cores are busy with those of P while dS is worked out.
+    """
+    for turn in tl.range(0, count, disable_licm=MASKED or dq_sum is not None):
+        first = begin + turn * M
+        if MASKED:
+            first = tl.where(turn < split, first, resume + (turn - split) * M)
+        rows = first + tl.arange(0, M)
+        mine = tile_of(q, which, first, end, q_row, None, MASKED, TMA, M, D, WIDTH)
+        scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        if do is not None:
+            grad = tile_of(do, which, first, end, do_row, do_step, MASKED, TMA, M, DV, V_WIDTH)
+            if GIVES_K:
+                ds = tl.dot(values, grad.T, input_precision=PRECISION)
+        if MASKED:
+            inside = rows < end
+            power = stat_of(stats, number, first, inside, TMA, M)
+            low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                                BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+            high = tl.where(inside, high, 0)
+            seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
+            if mask is not None:
+                where = mask + (rows.to(tl.int64) * mask_row)[None, :]
+                where += (place if mask_step is None else place.to(tl.int64) * mask_step)[:, None]
+                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
+            p = tl.where(seen, weights_of(scores, power[None, :], factor, mine.dtype), 0.0)
+            if CLEAN:
+                some = (tl.max(seen.to(tl.int32), 0) > 0)[:, None]
+                mine = tl.where(some, mine, 0.0)
+                if do is not None:
+                    grad = tl.where(some, grad, 0.0)
+        else:
+            power = stat_of(stats, number, first, None, TMA, M)
+            p = weights_of(scores, power[None, :], factor, mine.dtype)
+        if DROPS:
+            keep = tl.trans(kept(seed, offset, number + rows, first_place, limit, N))
+        if GIVES_V:
+            weights = (tl.where(keep, p, 0.0) if DROPS else p).to(grad.dtype)
+            if not JOINT:
+                dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+        if GIVES_K:
+            shift = stat_of(stats, number + apart, first, rows < end if MASKED else None, TMA, M)
+            if up is not None:
+                shift *= up
+            if do is not None:
+                if gain is not None:
+                    ds *= gain
+                if DROPS:
+                    ds = tl.where(keep, ds, 0.0)
+                ds = p * (ds - shift[None, :])
+            else:
+                ds = -p * shift[None, :]
+            if MASKED:
+                ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
+            narrow = ds.to(mine.dtype)
+        # JOINT: nothing is worked out between these, for what is written to a register while a product reads others
+        # makes the compiler wait for that product. It takes more registers.
+        if GIVES_V and JOINT:
+            dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+        if GIVES_K:
+            dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
+            if dq_sum is not None:
+                part = tl.dot(narrow.T, keys, input_precision=PRECISION)
+                if down is not None:
+                    part *= down
+                if TMA:
+                    dq_sum.atomic_add([which, first, 0], tl.reshape(part, [1, M, D]))
+                else:
+                    at = dq_sum + (number + rows)[:, None] * D + tl.arange(0, D)[None, :]
+                    tl.atomic_add(at, part, mask=(rows < end)[:, None], sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def walk_queries_ahead(
+    keys, values, q, do, which, stats, dk, dv, count, begin, end, factor, q_row, do_row, do_step, number, apart,
+    gain, up,
+    TMA: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same over `count` whole tiles, with both products that P waits for a tile ahead: all four are issued together
+    and waited for together. Queries and do come twice, for products take them from shared memory."""
+    mine = tile_of(q, which, begin, end, q_row, None, True, TMA, M, D, WIDTH)
+    scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+    grad = tile_of(do, which, begin, end, do_row, do_step, True, TMA, M, DV, V_WIDTH)
+    ds = tl.dot(values, grad.T, input_precision=PRECISION)
+    for turn in tl.range(0, count):
+        first = begin + turn * M
+        power = stat_of(stats, number, first, None, TMA, M)
+        shift = stat_of(stats, number + apart, first, None, TMA, M)
+        p = weights_of(scores, power[None, :], factor, keys.dtype)
+        if gain is not None:
+            ds *= gain
+            shift *= up
+        narrow = (p * (ds - shift[None, :])).to(keys.dtype)
+        weights = p.to(keys.dtype)
+        after = begin + tl.minimum(turn + 1, count - 1) * M
+        mine = tile_of(q, which, after, end, q_row, None, False, TMA, M, D, WIDTH)
+        scores = tl.dot(keys, mine.T, input_precision=PRECISION)
+        grad = tile_of(do, which, after, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
+        ds = tl.dot(values, grad.T, input_precision=PRECISION)
+        grad = tile_of(do, which, first, end, do_row, do_step, False, TMA, M, DV, V_WIDTH)
+        dv = tl.dot(weights, grad, dv, input_precision=PRECISION)
+        mine = tile_of(q, which, first, end, q_row, None, False, TMA, M, D, WIDTH)
+        dk = tl.dot(narrow, mine, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def walk_keys(
+    mine, grad, power, shift, k, v, dq, count, begin, split, resume, end, low, high, inside, mask_rows, mask_step,
+    factor, k_row, v_row, seed, offset, numbers, limit, gain,
+    MASKED: tl.constexpr, CLEAN: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`, and none from `end` on.
+    CLEAN where keys between may be seen by nobody, and hold anything."""
+    for turn in tl.range(0, count):
+        first = begin + turn * N
+        if MASKED:
+            first = tl.where(turn < split, first, resume + (turn - split) * N)
+        keys = tile_of(k, 0, first, end, k_row, None, MASKED, TMA, N, D, WIDTH)
+        scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        if grad is not None:
+            values = tile_of(v, 0, first, end, v_row, None, MASKED, TMA, N, DV, V_WIDTH)
+            ds = tl.dot(grad, values.T, input_precision=PRECISION)
+        p = weights_of(scores, power[:, None], factor, keys.dtype)
+        if MASKED:
+            place = first + tl.arange(0, N)
+            seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None]) & inside[:, None]
+            if mask_rows is not None:
+                where = mask_rows[:, None] + (
+                    place[None, :] if mask_step is None else place[None, :].to(tl.int64) * mask_step
+                )
+                seen = seen & tl.load(where, mask=seen, other=0).to(tl.int1)
+            p = tl.where(seen, p, 0.0)
+            if CLEAN:
+                keys = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], keys, 0.0)
+        if grad is not None:
+            if gain is not None:
+                ds *= gain[:, None]
+            if DROPS:
+                ds = tl.where(kept(seed, offset, numbers, first, limit, N), ds, 0.0)
+            ds = p * (ds - shift[:, None])
+        else:
+            ds = -p * shift[:, None]
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def walk_keys_ahead(
+    mine, grad, power, shift, k, v, dq, count, begin, end, factor, k_row, v_row, gain,
+    TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same over `count` whole tiles, with both products that P waits for a tile ahead: all three are issued
+    together and waited for together. Keys come twice, for products take them from shared memory."""
+    keys = tile_of(k, 0, begin, end, k_row, None, True, TMA, N, D, WIDTH)
+    values = tile_of(v, 0, begin, end, v_row, None, True, TMA, N, DV, V_WIDTH)
+    scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+    dp = tl.dot(grad, values.T, input_precision=PRECISION)
+    for turn in tl.range(0, count):
+        if gain is not None:
+            dp *= gain[:, None]
+        ds = (weights_of(scores, power[:, None], factor, mine.dtype) * (dp - shift[:, None])).to(mine.dtype)
+        after = begin + tl.minimum(turn + 1, count - 1) * N
+        keys = tile_of(k, 0, after, end, k_row, None, False, TMA, N, D, WIDTH)
+        scores = tl.dot(mine, keys.T, input_precision=PRECISION)
+        values = tile_of(v, 0, after, end, v_row, None, False, TMA, N, DV, V_WIDTH)
+        dp = tl.dot(grad, values.T, input_precision=PRECISION)
+        keys = tile_of(k, 0, begin + turn * N, end, k_row, None, False, TMA, N, D, WIDTH)
+        dq = tl.dot(ds, keys, dq, input_precision=PRECISION)
+    return dq

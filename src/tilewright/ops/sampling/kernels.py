@@ -1,0 +1,59 @@
+"""The kernels of the sampling family, as data: one declaration each. Nothing here imports Triton or TileLang."""
+
+from __future__ import annotations
+
+from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
+from tilewright.core.kernel import Kernel
+from tilewright.ops.sampling import configs
+
+_HERE = "tilewright.ops.sampling"
+SOFTMAX = (("softmax", "forward"), ("softmax_backward", "backward"))
+
+TRITON_KERNELS = [
+    Kernel(
+        op,
+        "triton",
+        f"{_HERE}.triton_softmax:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(
+                row_levels("x", "y", "dy"),
+                columns("x", most=configs.MOST_COLUMNS),
+                columns("dy", most=configs.MOST_COLUMNS),
+            ),
+        ),
+        configs.softmax_configs,
+    )
+    for op, function in SOFTMAX
+]
+
+MOST_VOCABULARY = 1 << 23
+TRITON_KERNELS += [
+    Kernel(
+        f"top_k_top_p_{function}",
+        "triton",
+        f"{_HERE}.triton_draw:{function}",
+        Capability(
+            (cuda(80), hip("gfx942")),
+            limits=(unit_stride("probs"), row_levels("probs"), columns("probs", most=MOST_VOCABULARY)),
+        ),
+        configs.top_configs,
+    )
+    for function in ("renorm", "sample")
+]
+
+VENDOR_KERNELS = [Kernel(op, "vendor", f"{_HERE}.vendor:{op}", label="aten") for op, _ in SOFTMAX]
+
+TILELANG_KERNELS = [
+    Kernel(
+        op,
+        "tilelang",
+        f"{_HERE}.tilelang:{function}",
+        Capability((cuda(80),), limits=(row_levels("x", "y", "dy"), configs.few_enough)),
+        configs.tilelang_configs,
+        files=("tilelang_programs.py",),
+    )
+    for op, function in SOFTMAX
+]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *VENDOR_KERNELS]

@@ -1,0 +1,44 @@
+"""Whether this is a forked child: OpenMP's threads stay with the parent, and a parallel region would wait for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+FORKED_FLAG = 0x40
+"""PF_FORKNOEXEC, among the flags in /proc/self/stat: the process was forked and has not become another program."""
+
+
+def _is_child() -> bool:
+    """Of a fork made before this was imported: nobody could tell us then."""
+    try:
+        text = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
+        return bool(int(text.rpartition(")")[2].split()[6]) & FORKED_FLAG)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+_child = _is_child()
+_renewals: list[Callable[[], None]] = []
+
+
+def is_child() -> bool:
+    """Whether the process was forked; what would run in parallel runs serially then."""
+    return _child
+
+
+def in_child(renew: Callable[[], None]) -> None:
+    """Call `renew` in each child from now on: for locks, which another thread of the parent may have held."""
+    _renewals.append(renew)
+
+
+def _after_fork() -> None:
+    global _child
+    _child = True
+    for renew in _renewals:
+        renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
