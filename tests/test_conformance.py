@@ -105,8 +105,6 @@ YET_TO_COME = {
     "qkv_split_rope_append": {"tilelang"},
     "top_k_top_p_renorm": {"tilelang"},
     "top_k_top_p_sample": {"tilelang"},
-    "silu_attention_backward": {"tilelang"},
-    "hstu_attention_backward": {"tilelang"},
 }
 """What ops lack whose families are not finished. One that gains a kernel leaves the table."""
 

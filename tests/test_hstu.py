@@ -22,7 +22,7 @@ from tilewright.verify.check import call_of
 
 each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
 CLOSE = {"rtol": 3e-5, "atol": 3e-6}
-OFFSETS, TARGETS = [0, 37, 37, 38, 57], [20, 0, 1, 3]
+OFFSETS, TARGETS = [0, 37, 37, 38, 57], [18, 0, 1, 3]
 """Sequences of 37, 0, 1 and 19 tokens, and how many of these are targets."""
 EXTRA = 5
 """Tokens behind the last sequence, which are NaN."""
@@ -34,6 +34,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"contextual_len": 3, "causal": False},
     {"window": 6},
     {"window": 15, "full_tail": 4},
+    {"window": 3, "contextual_len": 17},
     {"window": 5, "full_tail": 11, "contextual_len": 18},
     {"window": 19, "full_tail": 100, "contextual_len": 2},
     {"window": 7, "contextual_len": 4, "causal": False},

@@ -129,6 +129,34 @@ def backward_configs(call: Call) -> tuple[Config, ...]:
     return tuple(found)
 
 
+TILELANG_BACKWARD: dict[int, tuple[tuple[Shape, Shape], ...]] = {
+    64: (((64, 64, 128, 0), (64, 64, 128, 0)), ((64, 128, 256, 0), (128, 64, 256, 0))),
+    128: (((64, 64, 128, 0), (64, 64, 128, 0)), ((32, 128, 256, 0), (128, 64, 256, 0))),
+    256: (((32, 64, 128, 1), (64, 32, 128, 0)),),
+}
+"""Queries, keys and threads of a program that owns keys, then of one that owns queries: 16 rows of what is owned a
+warp. The first ones find dk and dv apart where the last number is 1: registers do not hold both."""
+TILELANG_BACKWARD_SINGLE: dict[int, tuple[tuple[Shape, Shape], ...]] = {
+    64: (((32, 32, 128, 0), (32, 32, 128, 0)),),
+    128: (((16, 32, 128, 0), (32, 16, 128, 0)), ((16, 16, 128, 0), (16, 16, 128, 0))),
+    256: (((16, 16, 128, 0), (16, 16, 128, 0)),),
+}
+
+
+def tilelang_backward_configs(call: Call) -> tuple[Config, ...]:
+    wide, v_wide, size = width_of(call.q), width_of(call.v), call.q.dtype.itemsize
+    single = call.q.dtype == torch.float32
+    found = []
+    for keys, queries in (TILELANG_BACKWARD_SINGLE if single else TILELANG_BACKWARD)[max(64, wide, v_wide)]:
+        bytes_ = max((m + n) * (wide + v_wide) * size + m * n * (5 if single else 1) for m, n, _, _ in (keys, queries))
+        if bytes_ + 16 * max(keys[0], queries[0]) <= shared_bytes(call.device):
+            found.append(Config(
+                k_m=keys[0], k_n=keys[1], k_threads=keys[2], k_apart=keys[3],
+                q_m=queries[0], q_n=queries[1], q_threads=queries[2],
+            ))  # fmt: skip
+    return tuple(found)
+
+
 def by_descriptor(call: Call, *names: str) -> bool:
     """Whether hardware can copy tiles of these: in half precision, rows that begin at multiples of 16 bytes and lie
     some apart, of a dimension of size 1 too, whose stride may be anything and still stands in the descriptor."""

@@ -23,10 +23,14 @@ TRITON_KERNELS = [
 
 TILELANG_KERNELS = [
     Kernel(
-        op, "tilelang", f"{_HERE}.tilelang:forward", Capability((cuda(80),), limits=_LIMITS),
-        tilelang_configs, files=("tilelang_programs.py",),
+        f"{op}{suffix}", "tilelang", f"{_HERE}.tilelang:{function}", Capability((cuda(80),), limits=_LIMITS),
+        found, files=("tilelang_programs.py", "tilelang_gradients.py"),
     )
     for op in ("silu_attention", "hstu_attention")
+    for suffix, function, found in (
+        ("", "forward", tilelang_configs),
+        ("_backward", "backward", configs.tilelang_backward_configs),
+    )
 ]  # fmt: skip
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]

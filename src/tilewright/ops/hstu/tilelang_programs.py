@@ -1,4 +1,5 @@
-"""Device code of silu_attention and hstu_attention in TileLang: one tile of queries of one head a block.
+"""Device code of the family in TileLang where a block has a tile of queries of one head: o, and dq. What owns keys is
+in `tilelang_gradients`.
 
 Only `tilelang.py` beside this file calls these, when a launch is compiled. A block walks every key that some row of its
 tile may see; what a row does not see is selected away. Keys and values past the end are 0 in shared memory, whatever
@@ -10,7 +11,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tilewright.ops.activation.tilelang_programs import activation
+from tilewright.ops.activation.tilelang_programs import activation, slope
 from tilewright.ops.attention.tilelang_programs import I64, U32, draw, find_sequence, i32, i64, load_rows
 from tilewright.ops.tilelang_rows import F32
 
@@ -20,31 +21,47 @@ def position(i: Any, shared: Any, last: Any) -> Any:
 
 
 @T.macro
-def find_spans(lowest, highest, first, there, behind, bounds, causal, context, windowed):
-    """[lowest[i], highest[i]) of the keys that row `first` + i sees beside itself: `masks.spans`."""
+def find_spans(lowest, highest, place, bounds, causal, context, windowed):
+    """[lowest[i], highest[i]) of the keys that row place[0] + i sees beside itself: `masks.spans`. place[1]: tokens,
+    place[2]: where targets begin; `bounds`: shared, window, tail."""
     for i in T.Parallel(lowest.shape[0]):
         lowest[i] = 0
-        highest[i] = there
+        highest[i] = place[1]
         if windowed:
-            if (bounds[2] <= 0) | (position(first + i, bounds[0], behind - bounds[0]) < behind - bounds[0] - bounds[2]):
-                lowest[i] = T.max(position(first + i, bounds[0], behind - bounds[0]) - bounds[1], 0)
-                highest[i] = position(first + i, bounds[0], behind - bounds[0]) + bounds[1] + 1 + bounds[0]
+            if (bounds[2] <= 0) | (
+                position(place[0] + i, bounds[0], place[2] - bounds[0]) < place[2] - bounds[0] - bounds[2]
+            ):
+                lowest[i] = T.max(position(place[0] + i, bounds[0], place[2] - bounds[0]) - bounds[1], 0)
+                highest[i] = position(place[0] + i, bounds[0], place[2] - bounds[0]) + bounds[1] + 1 + bounds[0]
                 if lowest[i] > 0:
                     lowest[i] = lowest[i] + bounds[0]
-                if highest[i] > behind:  # targets are as near as the last of the history
-                    highest[i] = there
+                if highest[i] > place[2]:  # targets are as near as the last of the history
+                    highest[i] = place[1]
         if causal:
-            highest[i] = first + i + 1
-            if first + i <= bounds[0]:
-                if position(first + i, bounds[0], behind - bounds[0]) <= 0:
+            highest[i] = place[0] + i + 1
+            if place[0] + i <= bounds[0]:
+                if position(place[0] + i, bounds[0], place[2] - bounds[0]) <= 0:
                     highest[i] = 0
-        if first + i >= behind:
-            highest[i] = T.min(highest[i], behind)
+        if place[0] + i >= place[2]:
+            highest[i] = T.min(highest[i], place[2])
         if context:
-            if first + i <= bounds[0]:
-                highest[i] = T.max(highest[i], behind)
-        if behind <= bounds[0]:  # no history: everyone sees itself
+            if place[0] + i <= bounds[0]:
+                highest[i] = T.max(highest[i], place[2])
+        if place[2] <= bounds[0]:  # no history: everyone sees itself
             highest[i] = 0
+
+
+@T.macro
+def load_upstream(to, source, place, first, sizes, vec, stepped):
+    """The rows of a gradient, as `load_rows` has them; `stepped`: its columns are place[2] elements apart, and so are
+    all numbers in elements."""
+    if stepped:
+        T.clear(to)
+        for i, c in T.Parallel(*to.shape):
+            if (first + i < sizes[0]) & (c < sizes[1] * vec):
+                to[i, c] = source[place[0] + i64(first + i) * place[1] + i64(c) * place[2]]
+    else:
+        load_rows(to, source, (place[0], place[1]), first, sizes, vec)
 
 
 def room(largest: Any) -> Any:
@@ -58,21 +75,70 @@ def inverse(power: Any) -> Any:
     return T.reinterpret(F32, T.int32(0x7F000000) - T.reinterpret("int32", power))
 
 
-def forward(
+@T.macro
+def multiply(to, a, b, simple):
+    """a bᵀ."""
+    T.clear(to)
+    if simple:
+        for i, j in T.Parallel(*to.shape):
+            for s in T.serial(a.shape[1]):
+                to[i, j] += a[i, s] * b[j, s]
+    else:
+        T.gemm(a, b, to, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+
+@T.macro
+def add_product(total, weights, terms, values, simple):
+    """total + terms values. `weights`: room for the terms in the dtype of `values`."""
+    for i, j in T.Parallel(*terms.shape):
+        weights[i, j] = T.Cast(weights.dtype, terms[i, j])
+    if simple:
+        for i, c in T.Parallel(*total.shape):
+            for s in T.serial(weights.shape[1]):
+                total[i, c] += weights[i, s] * values[s, c]
+    else:
+        T.gemm(weights, values, total, policy=T.GemmWarpPolicy.FullRow)
+
+
+@T.macro
+def lift(total, terms, power, before, largest):
+    """Lift rows of terms, and the total with them, to where float16 holds each best: its largest about 2^13."""
+    T.copy(power, before)
+    T.reduce_absmax(terms, largest, dim=1)
+    for i in T.Parallel(power.shape[0]):
+        power[i] = T.min(power[i], room(largest[i]))
+    for i in T.Parallel(power.shape[0]):
+        before[i] = power[i] * inverse(before[i])
+    for i, c in T.Parallel(*total.shape):
+        total[i, c] *= before[i]
+    for i, j in T.Parallel(*terms.shape):
+        terms[i, j] *= power[i]
+
+
+@T.macro
+def lower(total, power):
+    for i, c in T.Parallel(*total.shape):
+        total[i, c] *= inverse(power[i])
+
+
+def queries(
     *, dtype: str, starts_dtype: str, targets_dtype: str, mask_dtype: str, m: int, n: int, d: int, dv: int,
     threads: int, unit: int, packed: bool, targeted: bool, scaled: bool, has_mask: bool, causal: bool, context: bool,
-    windowed: bool, drops: bool, lifts: bool, started: bool, saving: bool,
+    windowed: bool, drops: bool, lifts: bool, started: bool, saving: bool, gradient: bool, stepped: bool,
 ) -> Any:  # fmt: skip
-    """o, and a copy of seed and offset where they are saved."""
+    """o, and a copy of seed and offset where they are saved; `gradient`: dq instead."""
     size = T.dynamic("size", "int64")
     simple = dtype == F32
+    wide = d if gradient else dv
 
     @T.prim_func
-    def hstu_forward(
-        q: T.Tensor((size,), dtype), k: T.Tensor((size,), dtype), v: T.Tensor((size,), dtype),
-        seq_offsets: T.Tensor((size,), starts_dtype), num_targets: T.Tensor((size,), targets_dtype),
-        attn_scale: T.Tensor((size,), F32), mask: T.Tensor((size,), mask_dtype), seed: T.Tensor((size,), I64),
-        offset: T.Tensor((size,), I64), o: T.Tensor((size,), dtype), state: T.Tensor((size,), I64),
+    def hstu_queries(
+        grad: T.Tensor((size,), dtype), q: T.Tensor((size,), dtype), k: T.Tensor((size,), dtype),
+        v: T.Tensor((size,), dtype), seq_offsets: T.Tensor((size,), starts_dtype),
+        num_targets: T.Tensor((size,), targets_dtype), attn_scale: T.Tensor((size,), F32),
+        mask: T.Tensor((size,), mask_dtype), seed: T.Tensor((size,), I64), offset: T.Tensor((size,), I64),
+        out: T.Tensor((size,), dtype), state: T.Tensor((size,), I64),
+        do_batch: T.int64, do_row: T.int64, do_head: T.int64, do_step: T.int64,
         q_batch: T.int64, q_row: T.int64, q_head: T.int64, k_batch: T.int64, k_row: T.int64, k_head: T.int64,
         v_batch: T.int64, v_row: T.int64, v_head: T.int64,
         mask_batch: T.int64, mask_head: T.int64, mask_row: T.int64, mask_step: T.int64, factor_step: T.int64,
@@ -87,22 +153,25 @@ def forward(
                 T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32"),
             )  # fmt: skip
             start, end, at = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            q_start, k_start, v_start, mask_start, number = (
+            q_start, k_start, v_start, do_start, mask_start, number = (
                 T.alloc_var(I64), T.alloc_var(I64), T.alloc_var(I64), T.alloc_var(I64), T.alloc_var(I64),
+                T.alloc_var(I64),
             )  # fmt: skip
             q_tile = T.alloc_shared((m, d), dtype)
             k_tile = T.alloc_shared((n, d), dtype)
             v_tile = T.alloc_shared((n, dv), dtype)
             scores = T.alloc_fragment((m, n), F32)
-            total = T.alloc_fragment((m, dv), F32)
+            total = T.alloc_fragment((m, wide), F32)
             weights = T.alloc_shared((m, n), F32) if simple else T.alloc_fragment((m, n), dtype)
+            if gradient:
+                do_tile = T.alloc_shared((m, dv), dtype)
+                inner = T.alloc_fragment((m, n), F32)
             if drops:
                 kept = T.alloc_shared((m, n), "uint8")
                 c0, c1 = T.alloc_fragment((m, n // 4), U32), T.alloc_fragment((m, n // 4), U32)
                 c2, c3 = T.alloc_fragment((m, n // 4), U32), T.alloc_fragment((m, n // 4), U32)
             if has_mask:
-                flags, some = T.alloc_fragment((m, n), F32), T.alloc_fragment((n,), F32)
-                seen_by_one = T.alloc_shared((n,), F32)
+                flags, used = T.alloc_fragment((m, n), F32), T.alloc_shared((n,), "int32")
             if lifts:
                 power, before, largest = (
                     T.alloc_fragment((m,), F32), T.alloc_fragment((m,), F32), T.alloc_fragment((m,), F32),
@@ -156,33 +225,36 @@ def forward(
             q_start = batch * q_batch + token * q_row + head * q_head
             k_start = batch * k_batch + token * k_row + head * k_head
             v_start = batch * v_batch + token * v_row + head * v_head
+            do_start = batch * do_batch + token * do_row + head * do_head
             mask_start = batch * mask_batch + head * mask_head
             number = head * rows + token  # of the first row of dropout
 
             if packed:
                 lowest, highest = T.alloc_shared((m,), "int32"), T.alloc_shared((m,), "int32")
-                find_spans(lowest, highest, first, there, behind, (shared, window, tail), causal, context, windowed)
+                find_spans(lowest, highest, (first, there, behind), (shared, window, tail), causal, context, windowed)
             load_rows(q_tile, q, (q_start, q_row), first, (length, vectors), unit)
+            if gradient:
+                load_upstream(do_tile, grad, (do_start, do_row, do_step), first, (length, v_vectors), unit, stepped)
             T.clear(total)
             for step in T.serial(T.truncdiv(T.max(end - start, 0) + (n - 1), n)):
                 at = start + step * n
                 load_rows(k_tile, k, (k_start, k_row), at, (there, vectors), unit)
                 load_rows(v_tile, v, (v_start, v_row), at, (there, v_vectors), unit)
-                T.clear(scores)
-                if simple:
+                multiply(scores, q_tile, k_tile, simple)
+                if gradient:
+                    multiply(inner, do_tile, v_tile, simple)
                     for i, j in T.Parallel(m, n):
-                        for s in T.serial(d):
-                            scores[i, j] += q_tile[i, s] * k_tile[j, s]
+                        scores[i, j] = inner[i, j] * slope("silu", scores[i, j] * alpha)
                 else:
-                    T.gemm(q_tile, k_tile, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                for i, j in T.Parallel(m, n):
-                    scores[i, j] = activation("silu", scores[i, j] * alpha)
+                    for i, j in T.Parallel(m, n):
+                        scores[i, j] = activation("silu", scores[i, j] * alpha)
                 if packed:
                     for i, j in T.Parallel(m, n):
                         if (at + j < lowest[i]) | (at + j >= highest[i]) | (at + j >= there) | (first + i >= length):
                             if (at + j != first + i) | (at + j >= there):
                                 scores[i, j] = T.float32(0)
                 elif has_mask:
+                    T.clear(used)
                     for i, j in T.Parallel(m, n):
                         flags[i, j] = T.float32(0)
                         if (first + i < length) & (at + j < there):
@@ -191,50 +263,47 @@ def forward(
                             )
                     for i, j in T.Parallel(m, n):
                         scores[i, j] = T.Select(flags[i, j] == T.float32(0), T.float32(0), scores[i, j] * flags[i, j])
-                        flags[i, j] = T.Select(flags[i, j] == T.float32(0), T.float32(0), T.float32(1))
-                    T.reduce_max(flags, some, dim=0)
-                    T.copy(some, seen_by_one)
-                    for j, c in T.Parallel(n, dv):  # what nobody sees may hold anything
-                        if seen_by_one[j] == T.float32(0):
-                            v_tile[j, c] = T.Cast(dtype, T.float32(0))
+                        if flags[i, j] != T.float32(0):
+                            used[j] = 1
+                    for j, c in T.Parallel(n, wide):  # what nobody sees may hold anything
+                        if used[j] == 0:
+                            if gradient:
+                                k_tile[j, c] = T.Cast(dtype, T.float32(0))
+                            else:
+                                v_tile[j, c] = T.Cast(dtype, T.float32(0))
                 else:
                     for i, j in T.Parallel(m, n):
                         if (first + i >= length) | (at + j >= there):
                             scores[i, j] = T.float32(0)
                 if drops:
-                    start_ = offset[0] if started else T.int64(0)
-                    draw(kept, c0, c1, c2, c3, (seed[0], start_, limit), number + i64(first), at)
+                    drawn = state[0] if gradient else seed[0]
+                    start_ = state[1] if gradient else offset[0] if started else T.int64(0)
+                    draw(kept, c0, c1, c2, c3, (drawn, start_, limit), number + i64(first), at)
                     for i, j in T.Parallel(m, n):
                         if kept[i, j] == T.uint8(0):
                             scores[i, j] = T.float32(0)
-                if lifts:  # float16 holds each row best where its largest weight is about 2^13
-                    T.copy(power, before)
-                    T.reduce_absmax(scores, largest, dim=1)
-                    for i in T.Parallel(m):
-                        power[i] = T.min(power[i], room(largest[i]))
-                    for i in T.Parallel(m):
-                        before[i] = power[i] * inverse(before[i])
-                    for i, c in T.Parallel(m, dv):
-                        total[i, c] *= before[i]
-                    for i, j in T.Parallel(m, n):
-                        scores[i, j] *= power[i]
-                for i, j in T.Parallel(m, n):
-                    weights[i, j] = T.Cast(F32 if simple else dtype, scores[i, j])
-                if simple:
-                    for i, c in T.Parallel(m, dv):
-                        for s in T.serial(n):
-                            total[i, c] += weights[i, s] * v_tile[s, c]
+                if lifts:
+                    lift(total, scores, power, before, largest)
+                if gradient:
+                    add_product(total, weights, scores, k_tile, simple)
                 else:
-                    T.gemm(weights, v_tile, total, policy=T.GemmWarpPolicy.FullRow)
+                    add_product(total, weights, scores, v_tile, simple)
             if lifts:
-                for i, c in T.Parallel(m, dv):
-                    total[i, c] *= inverse(power[i])
-            for i, c in T.Parallel(m, dv):
-                if (first + i < length) & (c // unit < v_vectors):
-                    o[(((batch * rows + token + i64(first + i)) * heads + head) * v_vectors) * unit + c] = T.Cast(
+                lower(total, power)
+            for i, c in T.Parallel(m, wide):
+                if (first + i < length) & (c // unit < (vectors if gradient else v_vectors)):
+                    out[
+                        (
+                            ((batch * rows + token + i64(first + i)) * heads + head)
+                            * (vectors if gradient else v_vectors)
+                        )
+                        * unit
+                        + c
+                    ] = T.Cast(
                         dtype,
                         total[i, c]
-                        * (kept_scale * (attn_scale[(token + i64(first + i)) * factor_step] if scaled else post)),
+                        * (kept_scale * (attn_scale[(token + i64(first + i)) * factor_step] if scaled else post))
+                        * (alpha if gradient else T.float32(1)),
                     )
             if saving:
                 if program == 0:
@@ -244,4 +313,4 @@ def forward(
                         else:
                             state[1] = offset[0] if started else T.int64(0)
 
-    return hstu_forward
+    return hstu_queries

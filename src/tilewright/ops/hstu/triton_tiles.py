@@ -165,8 +165,8 @@ def queries_of(
             if WINDOW:
                 whole = tl.minimum(tl.maximum(shared, begin) + window + 1, behind)
                 whole = tl.where(behind - window <= begin, length, whole)
-                end = tl.minimum(tl.maximum(shared, stop - 1) + window + 1, behind)
-                end = tl.where(behind - window < stop, length, end)
+                furthest = tl.maximum(shared, stop - 1) + window
+                end = tl.where(behind <= furthest, length, tl.minimum(furthest + 1, behind))
         else:
             context = begin * 0
             near, far = tl.where(seen, 0, begin), tl.where(seen, 0, stop)
