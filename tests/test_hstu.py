@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor
 
 import tilewright as tw
+from tilewright.bench.peers import Peer, peers_of
+from tilewright.bench.problems import Problem, problems
 from tilewright.core import registry
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
+from tilewright.ops.hstu import peers
 from tilewright.ops.hstu.masks import Rules, spans, visible
 from tilewright.ops.residual.philox import random_words, threshold
 from tilewright.verify.check import call_of
@@ -262,6 +266,44 @@ def test_minus_infinity_is_nan_and_no_tokens_are_none(backend: str, device: str)
         assert not o.any()
         o = tw.hstu_attention(q[:0], q[:0], q[:0], numbers([0, 0], device), **SCALES)
         assert o.shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("case", [{}, {"window": 7, "full_tail": 3, "contextual_len": 4}], ids=str)
+def test_rivals_compute_the_same(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded in several groups, some of one sequence; sequences that are empty are in none."""
+    monkeypatch.setattr(peers, "AT_A_TIME", 2 * 20 * 20 * 2)
+    q, k, v, _ = (t[: OFFSETS[-1]].float() for t in tokens(heads=2))
+    targets, factor = numbers([3, 0, 1, 5]), torch.rand(OFFSETS[-1])
+    op = registry.op("hstu_attention")
+    for each in (None, factor, factor[:1]):
+        given = {"q": q, "k": k, "v": v, "seq_offsets": numbers(OFFSETS), "num_targets": targets, "attn_scale": each}
+        options = {**op.usual, **SCALES, **case}
+        (found,) = peers.PEERS["hstu_attention"]["torch"](given, options)()
+        torch.testing.assert_close(found, op.reference(*given.values(), **options), **CLOSE)
+
+
+def test_a_rival_is_checked_where_the_definition_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems(
+        ["silu_attention"], shapes=[(2, 9000, 5, 1, 8, 8)], dtypes=[torch.float32], passes=["backward"],
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    (peer,) = [p for p in peers_of(problem.owner) if p.name == "torch"]
+    seen: list[tuple[int, ...]] = []
+    define = Peer._defined
+
+    def defined(self: Peer, problem: Problem, timed: Any) -> Any:
+        seen.append(problem.shape)
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError
+        return define(self, problem, timed)
+
+    monkeypatch.setattr(Peer, "_defined", defined)
+    peer.check(problem, lambda: pytest.fail("the large one"), problem.inputs(0))
+    assert math.prod(seen[1]) < math.prod(seen[0])
+    wrong = replace(peer, maker=lambda t, o: lambda: 2.0 * peer.maker(t, o)()[0])
+    seen.clear()
+    with pytest.raises(NotImplementedError, match="something else"):
+        wrong.check(problem, lambda: None, problem.inputs(0))
 
 
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (

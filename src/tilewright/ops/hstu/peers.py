@@ -20,6 +20,8 @@ from tilewright.ops.hstu.masks import Rules, visible
 
 MOST_SCORES = 1 << 33
 """Of a rival that keeps every one of them."""
+AT_A_TIME = 1 << 31
+"""Scores of sequences that are padded together: 4 GB in half precision."""
 
 
 def _dense(
@@ -42,39 +44,58 @@ def _silu(make: Callable[..., Run]) -> Maker:
 
 
 def _padded(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, there: Tensor, seen: Tensor, back: Tensor, factor: Tensor | float,
-    scale: float, count: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, there: Tensor, seen: Tensor, factor: Tensor | float, scale: float,
+    count: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """The same of packed sequences: padded to the longest, [N, L, H, D], and back."""
+    """The same of some packed sequences: padded to the longest of them, [N, L, H, D]. Returns [N L, H, Dv]."""
     a, b, c = (torch.where(there[..., None, None], x[rows], 0.0) for x in (q, k, v))
     (found,) = _dense(a, b, c, seen, factor, scale, count)
-    return (found.flatten(0, 1)[back],)
+    return (found.flatten(0, 1),)
+
+
+def _groups(lengths: list[int], heads: int) -> list[list[int]]:
+    """Sequences of some tokens from the longest on, as many at a time as `AT_A_TIME` allows."""
+    order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
+    found: list[list[int]] = []
+    for n in order:
+        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] ** 2 * heads <= AT_A_TIME:
+            found[-1].append(n)
+        else:
+            found.append([n])
+    return found
 
 
 def _hstu(make: Callable[..., Run]) -> Maker:
     def maker(t: Tensors, o: Options) -> Run:
         if o["dropout_p"]:
             raise NotImplementedError("torch draws random numbers of its own")
-        offsets, heads = t["seq_offsets"].long(), t["q"].shape[1]
+        offsets, heads, tokens = t["seq_offsets"].long(), t["q"].shape[1], t["q"].shape[0]
         lengths = offsets.diff()
-        count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
-        if int(offsets[-1]) != t["q"].shape[0] or not longest:
+        groups = _groups(lengths.tolist(), heads)
+        if int(offsets[-1]) != tokens or not groups:
             raise NotImplementedError("tokens behind the last sequence, or none, are left to us")
-        if count * longest * longest * heads > MOST_SCORES:
+        if sum(len(g) * int(lengths[g[0]]) ** 2 for g in groups) * heads > MOST_SCORES:
             raise NotImplementedError("keeps every score of padded sequences, and these would fill the memory")
-        place = torch.arange(longest, device=offsets.device)
-        there = place[None] < lengths[:, None]
-        rows = (offsets[:-1, None] + place[None]).clamp(max=max(t["q"].shape[0] - 1, 0))
-        targets = None if t["num_targets"] is None else t["num_targets"].long()[:, None, None]
-        seen = visible(place[None, :, None], place[None, None], lengths[:, None, None], targets, Rules.of(o))
-        seen = (seen & there[:, :, None] & there[:, None])[:, None]
         factor: Any = t["attn_scale"]
-        if factor is not None and factor.numel() > 1:
-            factor = factor[rows][:, None, :, None]
-        divisor = 1.0 if factor is not None else 1.0 / o["max_seqlen"]
-        back = there.flatten().nonzero().squeeze(-1)
-        given = (t["q"], t["k"], t["v"], rows, there, seen, back, 1.0 if factor is None else factor)
-        return make(_padded, *given, o["alpha"], divisor)
+        divisor = 1.0 / o["max_seqlen"] if factor is None else 1.0
+        back, runs, begin = torch.empty(tokens, dtype=torch.int64, device=offsets.device), [], 0
+        for group in groups:
+            chosen = torch.tensor(group, device=offsets.device)
+            longest = int(lengths[group[0]])
+            each = lengths[chosen].int()
+            place = torch.arange(longest, dtype=torch.int32, device=offsets.device)
+            there = place[None] < each[:, None]
+            rows = (offsets[chosen][:, None] + place[None]).clamp(max=tokens - 1)
+            targets = None if t["num_targets"] is None else t["num_targets"][chosen].int()[:, None, None]
+            seen = visible(place[None, :, None], place[None, None], each[:, None, None], targets, Rules.of(o))
+            seen = (seen & there[:, :, None] & there[:, None])[:, None]
+            scale: Any = 1.0 if factor is None else factor
+            if factor is not None and factor.numel() > 1:
+                scale = factor[rows][:, None, :, None]
+            back[rows[there]] = begin + there.flatten().nonzero().squeeze(-1)
+            begin += there.numel()
+            runs.append(make(_padded, t["q"], t["k"], t["v"], rows, there, seen, scale, o["alpha"], divisor))
+        return lambda: (torch.cat([run()[0] for run in runs])[back],)
 
     return maker
 
