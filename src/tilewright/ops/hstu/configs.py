@@ -59,7 +59,8 @@ def chosen(call: Call, single: dict[int, Any], groups: dict[int, Any], others: d
     if call.q.dtype == torch.float32 and call.device.is_gpu:
         return tuple(single[wide])
     whole = not call.device.is_gpu or (90 <= call.device.sm < 120 and not call.options.get("dropout_p"))
-    return tuple((groups if whole else others)[wide])
+    found: tuple[Any, ...] = (groups if whole else others)[wide]
+    return found
 
 
 def fitted(call: Call, shape: Shape, owned: int) -> Shape:
@@ -100,8 +101,10 @@ GROUPS_BACKWARD: dict[int, tuple[Pair, ...]] = {
 OTHERS_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
     128: (((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
-    256: (((16, 32, 8, 1), (16, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
+    256: (((16, 32, 8, 1), (16, 32, 4, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
 }
+PADDED: Pair = ((32, 64, 8, 1), (64, 32, 8, 2))
+"""Of these, tried first for heads between 64 and 128 columns: which columns there are takes registers too."""
 SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((32, 32, 8, 1), (32, 32, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1))),
     128: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32, 8, 1), (32, 16, 8, 1))),
@@ -111,6 +114,8 @@ SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     wanted = chosen(call, SINGLE_BACKWARD, GROUPS_BACKWARD, OTHERS_BACKWARD)
+    if wanted is OTHERS_BACKWARD[128] and any(f.columns != width_of(f) for f in (call.q, call.v)):
+        wanted = (PADDED, *wanted)
     rows, keys = (power_of_2_at_least(f.shape[-3]) for f in (call.q, call.k))
     found: dict[Config, None] = {}
     smallest: Pair = (SMALLEST, SMALLEST)
