@@ -22,7 +22,7 @@ from tilewright.ops.shared_memory import shared_bytes
 GROUPS: dict[int, tuple[Shape, ...]] = {
     64: ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
     128: ((128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
-    256: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2)),
+    256: ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
 }
 """m, n, warps, stages by the width of a head, where products are of whole warp groups (Hopper and later)."""
 OTHERS: dict[int, tuple[Shape, ...]] = {
@@ -96,15 +96,17 @@ Pair = tuple[Shape, Shape]
 GROUPS_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 128, 4, 2), (128, 64, 4, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
     128: (((32, 128, 8, 2), (128, 64, 8, 2)), ((64, 128, 8, 2), (128, 64, 8, 2)), ((64, 64, 8, 2), (64, 64, 4, 2))),
-    256: (((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 1), (64, 64, 8, 1))),
+    256: (((16, 64, 8, 2), (64, 32, 8, 2)), ((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 1), (64, 64, 8, 1))),
 }
 OTHERS_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 4, 2), (64, 64, 4, 2))),
     128: (((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 8, 2), (64, 32, 8, 2)), ((64, 64, 8, 1), (64, 64, 8, 1))),
     256: (((16, 32, 8, 1), (16, 32, 4, 1)), ((32, 32, 8, 1), (32, 32, 8, 1))),
 }
-PADDED: Pair = ((32, 64, 8, 1), (64, 32, 8, 2))
-"""Of these, tried first for heads between 64 and 128 columns: which columns there are takes registers too."""
+PADDED: dict[bool, Pair] = {True: ((32, 64, 8, 2), (128, 32, 8, 2)), False: ((32, 64, 8, 1), (64, 32, 8, 2))}
+"""Tried first for heads between 64 and 128 columns: which columns there are takes registers too. True: of GROUPS."""
+LIFTED: Pair = ((32, 128, 8, 2), (128, 32, 8, 2))
+"""The same of float16, whose rows have a power of two each, in GROUPS."""
 SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {
     64: (((32, 32, 8, 1), (32, 32, 8, 1)), ((16, 32, 4, 1), (32, 16, 4, 1))),
     128: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32, 8, 1), (32, 16, 8, 1))),
@@ -114,8 +116,12 @@ SINGLE_BACKWARD: dict[int, tuple[Pair, ...]] = {
 
 def backward_configs(call: Call) -> tuple[Config, ...]:
     wanted = chosen(call, SINGLE_BACKWARD, GROUPS_BACKWARD, OTHERS_BACKWARD)
-    if wanted is OTHERS_BACKWARD[128] and any(f.columns != width_of(f) for f in (call.q, call.v)):
-        wanted = (PADDED, *wanted)
+    if wanted in (GROUPS_BACKWARD[128], OTHERS_BACKWARD[128]):
+        groups = wanted == GROUPS_BACKWARD[128]
+        if any(f.columns != width_of(f) for f in (call.q, call.v)):
+            wanted = (PADDED[groups], *wanted)
+        elif groups and call.q.dtype == torch.float16:
+            wanted = (LIFTED, *wanted)
     rows, keys = (power_of_2_at_least(f.shape[-3]) for f in (call.q, call.k))
     found: dict[Config, None] = {}
     smallest: Pair = (SMALLEST, SMALLEST)
