@@ -99,6 +99,7 @@ if _TYPE_CHECKING:
     from tilewright.ops.activation import *  # noqa: F403
     from tilewright.ops.attention import *  # noqa: F403
     from tilewright.ops.embedding import *  # noqa: F403
+    from tilewright.ops.hstu import *  # noqa: F403
     from tilewright.ops.linear import *  # noqa: F403
     from tilewright.ops.loss import *  # noqa: F403
     from tilewright.ops.norm import *  # noqa: F403

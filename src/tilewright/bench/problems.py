@@ -7,8 +7,9 @@ no cache holds. How they are timed is in `measure.py`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,6 +97,12 @@ class Problem:
             self.op, self.op.probes.extent(self.shape), self.dtype,
             options=self.timed_options, absent=self._absent_here(), seed=seed, device=self.device, makers=self.makers,
         )  # fmt: skip
+
+    def bearable(self) -> Problem:
+        """The same, no larger than the op says that its definition bears."""
+        extent = self.owner.probes.bearable(self.owner.probes.extent(self.shape))
+        lead = (math.prod(extent.lead),) if extent.sizes else extent.lead
+        return replace(self, shape=(*lead, extent.columns, *extent.sizes.values()))
 
     def leaves(self, seed: int = 0) -> Tensors:
         """One set of the owner's tensors, each that has a gradient asking for it."""

@@ -72,12 +72,16 @@ class Capability:
     in_place: bool = False
     emulated: bool = True
 
+    def elsewhere(self, device: Device, emulated: bool = False) -> Reason | None:
+        """Why no call on `device` fits."""
+        if not self.devices or (emulated and self.emulated) or any(t.accepts(device) for t in self.devices):
+            return None
+        return Reason("device", f"{device.arch} is not supported", f"needs {' or '.join(map(str, self.devices))}")
+
     def reasons(self, call: Call, *, emulated: bool = False, capturing: bool = False) -> list[Reason]:
         """Why `call` does not fit; empty when it does. `emulated`: the backend runs its GPU kernels on this device."""
-        found: list[Reason] = []
-        if self.devices and not (emulated and self.emulated) and not any(t.accepts(call.device) for t in self.devices):
-            wanted = " or ".join(str(t) for t in self.devices)
-            found.append(Reason("device", f"{call.device.arch} is not supported", f"needs {wanted}"))
+        elsewhere = self.elsewhere(call.device, emulated)
+        found = [elsewhere] if elsewhere else []
         for facts in call.tensors.values():
             if facts is None or not facts.dtype.is_floating_point or facts.name in call.outputs:
                 continue
