@@ -65,6 +65,7 @@ def _layout(name: str, facts: TensorFacts, columns: bool) -> str:
     else:
         levels = facts.row_levels
         rows = "d" if len(levels) == 1 and levels[0][1] == facts.columns else f"r{len(levels)}"
+        rows += "e" if any(not step for _, step in levels) else ""  # hardware copies need steps
         strides = f"{rows}v{facts.vector_bytes()}"
     width = facts.columns
     exact = "" if width == _bucket(width) else "-"
