@@ -131,7 +131,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) -> l
         scale=scale_of(o["scale"], q.shape[-1]),
         window_size_left=None if left < 0 else left, window_size_right=None if right < 0 else right,
     )  # fmt: skip
-    return [o_, lse, None][: 2 + saving]
+    # Where a weight is NaN it says Inf. No row that sees nothing comes here, whose lse would be Inf too.
+    return [o_, lse.add_(lse, alpha=0.0), None][: 2 + saving]
 
 
 def flash_backward(

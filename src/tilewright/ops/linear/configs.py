@@ -53,9 +53,9 @@ def forward_configs(call: Call) -> tuple[Config, ...]:
 
 def staying_configs(call: Call) -> tuple[Config, ...]:
     """Of the same by programs that stay. What a tile is stored through takes shared memory beside the stages, and as
-    much again where z is stored too or a residual read."""
+    much again where z is stored too, and where a residual is read."""
     found = []
-    parts = 2 if call.has("z") or call.has("residual") else 1
+    parts = 1 + call.has("z") + call.has("residual")
     for (m, n, k, warps, stages), group in STAYING:
         room = shared_bytes(call.device) - parts * m * min(n, 128) * 2
         fitting = min(stages, room // ((m + n) * k * 2))
