@@ -116,8 +116,8 @@ def bins_configs(call: Call) -> tuple[Config, ...]:
     probs: TensorFacts = call.probs
     width = max(128, power_of_2_at_least(probs.columns))
     least = max(128, power_of_2_at_least(-(-probs.columns // (MOST_BLOCKS // 2))))
-    few = ((2048, 8, 1, 1), (4096, 16, 1, 1), (1024, 4, 1, 1), (4096, 8, 1, 1), (2048, 8, 1, 0), (2048, 8, 0, 0))
-    many = ((4096, 16, 1, 1), (2048, 8, 1, 1), (4096, 8, 1, 1), (4096, 16, 1, 0), (4096, 16, 0, 0), (8192, 16, 0, 0))
+    few = ((1024, 4, 1, 1), (2048, 8, 1, 1), (4096, 8, 1, 1), (2048, 8, 1, 0), (2048, 8, 0, 0))
+    many = ((4096, 8, 1, 1), (2048, 8, 1, 1), (4096, 16, 0, 0), (8192, 16, 0, 0))
     found = []
     for block, warps, tail, pdl in few if power_of_2_at_least(probs.rows) <= FEW_ROWS else many:
         block = min(width, max(block, least))
