@@ -97,8 +97,10 @@ def a_contributor(home: Path, device: str, **changes: str) -> Reader:
     OP_WALK.write(home, **changes)
     for name, block in OP_WALK.imports.items():
         path, (_, line) = home / name, block.splitlines(keepends=True)
-        before, first, after = path.read_text(encoding="utf-8").partition("    from tilewright.ops.linear ")
-        path.write_text(before + line + first + after, encoding="utf-8")
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        behind = (n for n, other in enumerate(lines) if other.startswith("    from tilewright.ops.") and other > line)
+        lines.insert(next(behind), line)
+        path.write_text("".join(lines), encoding="utf-8")
         families = path.parent / "ops" / "__init__.py"
         family = re.search(r"tilewright\.ops\.(\w+)", line)[1]
         text = families.read_text(encoding="utf-8")

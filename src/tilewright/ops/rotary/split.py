@@ -62,8 +62,7 @@ def check_qkv(call: Call) -> tuple[tuple[int, ...], int]:
     qkv: TensorFacts = call.qkv
     parts = call.q_heads + 2 * call.kv_heads
     if len(qkv.shape) < 2 or not qkv.columns or qkv.columns % parts:
-        wanted = f"needs [..., S, {parts} D]: {call.q_heads} + 2 * {call.kv_heads} heads"
-        raise InvalidArgument(call.op, "qkv", f"shape {list(qkv.shape)}", wanted)
+        raise InvalidArgument(call.op, "qkv", f"shape {list(qkv.shape)}", f"needs [..., S, {parts} D]: {parts} heads")
     floating(call, "qkv")
     check_style(call)
     not_negative(call, "norm_eps")
