@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tilewright as tw
 from tilewright.bench import measure
-from tilewright.bench.engine import bench
+from tilewright.bench.engine import bench, gradient_by
 from tilewright.bench.measure import MAX_SETS, duel, interval, rotation, sample, spread
 from tilewright.bench.peers import peers_of
 from tilewright.bench.problems import Problem, input_bytes, problems
@@ -260,3 +260,26 @@ def test_a_peer_is_interleaved_and_missing_ones_are_named(monkeypatch: pytest.Mo
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+@pytest.mark.parametrize("backend", ["vendor", "reference"])
+def test_the_call_of_a_gradient_is_by_the_backend_whose_row_it_is(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a graph whose forward is the definition's."""
+    served: list[str] = []
+    backward = registry.op("silu_backward")
+    (aten,) = [k for k in registry.kernels_of(backward.name) if k.backend == "vendor"]
+    real = aten.load()
+
+    def counted(*args: Any, **how: Any) -> Any:
+        served.append("vendor")
+        return real(*args, **how)
+
+    monkeypatch.setattr("tilewright.ops.activation.vendor.silu_backward", counted)
+    (problem,) = problems(["silu"], passes=["backward"], shapes=[(M, C)], dtypes=[torch.float32], device=CPU)
+    run = gradient_by(problem, backend, problem.inputs(0))
+    run()  # which proves the kernel
+    served.clear()
+    run()
+    assert served == (["vendor"] if backend == "vendor" else [])

@@ -102,6 +102,26 @@ def bench(
     return report
 
 
+def gradient_by(problem: Problem, backend: str, first: Tensors) -> Run:
+    """The gradient of the problem's op by autograd, by one backend, on a graph that is kept.
+
+    Forward is by the definition, so that only the backward is this backend's; a preference, not a pin, reaches it. It
+    comes last, for what is said of an op is said of its gradient.
+    """
+    owner = problem.owner
+
+    def forward(leaves: Tensors) -> Any:
+        return owner(*(leaves[n] for n in owner.tensors), **problem.given_options)
+
+    chosen = partial(policy.use, backend, ops=[problem.op], strict=True)
+    try:
+        with policy.use("reference", ops=[owner]), chosen():
+            return gradient_of(problem, forward, first, 0)
+    except torch.OutOfMemoryError:  # a definition may keep every pair of tokens
+        with chosen():
+            return gradient_of(problem, forward, first, 0)
+
+
 class _Bench:
     """One problem: its inputs, its rivals, its kernels."""
 
@@ -240,18 +260,7 @@ class _Bench:
             with torch.no_grad():
                 run: Run = partial(problem.op, *tensors, backend=name, **problem.given_options)
                 return measure.call_time(run, problem.device).median
-        owner = problem.owner
-
-        def forward(leaves: Tensors) -> Any:
-            return owner(*(leaves[n] for n in owner.tensors), **problem.given_options)
-
-        # forward by the definition, so that only the backward is this backend's; a preference, not a pin, reaches it
-        with policy.use(name, ops=[problem.op], strict=True):
-            try:
-                with policy.use("reference", ops=[owner]):
-                    run = gradient_of(problem, forward, first, 0)
-            except torch.OutOfMemoryError:  # a definition may keep every pair of tokens
-                run = gradient_of(problem, forward, first, 0)
+        run = gradient_by(problem, name, first)
         return measure.call_time(run, problem.device).median
 
     # Rivals
