@@ -22,6 +22,7 @@ from tilewright.core.device import device_of
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
+from tilewright.verify import first_use
 
 OP = registry.op("l2_norm")
 CPU = device_of("cpu")
@@ -234,6 +235,29 @@ def test_checks_advance_no_generator_and_follow_no_mode(make: Make, check: Any) 
     evidence.forget()
     tw.l2_norm(torch.randn(3, 38, generator=torch.Generator()))
     assert torch.equal(torch.rand(1), expected), "the call's own three numbers and none of the probes'"
+
+
+@pytest.mark.parametrize("asking", ["reference", "toy", ""])
+def test_a_backend_may_ask_for_checks_on_one_thread(make: Make, monkeypatch: pytest.MonkeyPatch, asking: str) -> None:
+    """As in a forked child; afterwards torch has its threads again."""
+    kernel = make("lucky")
+    if asking:
+        name = "reference" if asking == "reference" else kernel.backend
+        monkeypatch.setattr(type(registry.backend(name)), "serial", lambda self: True)
+    seen, real = [], first_use.check
+
+    def check(*args: Any, **how: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return real(*args, **how)
+
+    monkeypatch.setattr(first_use, "check", check)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        tw.l2_norm(torch.randn(3, 37))
+        assert set(seen) == {1 if asking else 2} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_wrong_kernel_is_quarantined_and_the_next_serves(make: Make, caplog: pytest.LogCaptureFixture) -> None:

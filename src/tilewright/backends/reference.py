@@ -19,3 +19,9 @@ class ReferenceBackend(Backend):
 
     def version(self) -> str:
         return torch.__version__
+
+    def serial(self) -> bool:
+        """In a forked child, whenever it was forked: torch's threads stay with the parent."""
+        from tilewright.tile.runtime.forked import is_child  # only where a kernel is checked: the compiler comes along
+
+        return is_child()

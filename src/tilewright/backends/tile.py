@@ -22,7 +22,6 @@ from tilewright.tile.ir.tile_ir import ViewType
 from tilewright.tile.lang.kernel import Argument
 from tilewright.tile.runtime import cpu, target
 from tilewright.tile.runtime.arguments import Memory, pack, type_of
-from tilewright.tile.runtime.forked import is_child as is_child
 from tilewright.tile.runtime.store import compiler_digest
 
 WIDEST = 131072

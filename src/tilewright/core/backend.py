@@ -81,8 +81,8 @@ class Backend(ABC):
         return False
 
     def serial(self) -> bool:
-        """Whether a check in this process must keep to one thread. A backend that has parallel regions of its own says
-        so of a forked child: their threads stay with the parent, and would be waited for."""
+        """Whether a check in this process must keep torch to one thread. In a forked child the threads of parallel
+        regions stay with the parent, and would be waited for."""
         return False
 
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:

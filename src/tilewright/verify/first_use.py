@@ -30,12 +30,11 @@ VALUES = ("normal", "offset", "nan")
 
 
 @contextmanager
-def serial_in_a_child() -> Iterator[None]:
-    """In a forked child torch's threads are its parent's: a check, which nobody asked for, must not wait for them."""
-    from tilewright.backends.tile import is_child  # only where a kernel is checked: it brings the tile compiler along
-
+def on_threads_that_are_there(kernel: Kernel) -> Iterator[None]:
+    """A check, which nobody asked for, must not wait for threads that a process lacks: the backends of the two that it
+    compares know."""
     threads = torch.get_num_threads()
-    if not is_child() or threads == 1:
+    if threads == 1 or not any(registry.backend(name).serial() for name in {kernel.backend, "reference"}):
         yield
         return
     torch.set_num_threads(1)
@@ -56,7 +55,8 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
     how = {"saving": call.saving, "emulated": emulated, "in_place": bool(call.aliased)}
     pool: dict[str, Any] = {}
     count = 0
-    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]), serial_in_a_child():
+    apart = torch.random.fork_rng(devices=[])
+    with torch.no_grad(), _disable_current_modes(), apart, on_threads_that_are_there(kernel):
         for case in probes(call, tiny=emulated):
             try:
                 inputs = build(case, op, where)
