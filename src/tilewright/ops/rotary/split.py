@@ -277,7 +277,8 @@ def _dqkv(t: Mapping[str, Any], o: Mapping[str, Any]) -> Spec:
 def _part_backward(
     dy: Tensor, t: Mapping[str, Any], o: Mapping[str, Any], name: str, terms: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a part and of its weight, 0 of a token without a row; of `terms` sums of absolute values."""
+    """The gradients of a part and of its weight; of `terms` the sums of their absolute values. Both are 0 of a token
+    that has no row in the tables, whatever it holds: its dz is 0, and what that meets is selected away."""
     dz = _turned(dy, t, o, back=True, terms=terms)
     weight = t[f"{name}_norm"]
     if weight is None:
@@ -287,7 +288,7 @@ def _part_backward(
     r = t["rstd"][..., heads].unsqueeze(-1)
     n, factor = upcast(x) * r, upcast(weight).to(r.dtype) + o["norm_offset"]
     known = None if t["cos"] is None else have_rows(positions(x, t["position_ids"]), t["cos"])
-    n = n if known is None else torch.where(known, n, 0.0)  # whatever such a token holds
+    n = n if known is None else torch.where(known, n, 0.0)
     if terms:
         n, factor = n.abs(), -factor.abs()
     dn = dz * factor
