@@ -356,3 +356,17 @@ def test_refusals(name: str) -> None:
     call, words = BAD[name]
     with pytest.raises(tw.InvalidArgument, match=words):
         call()
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_lengths_that_lie_apart(backend: str | None, device: str) -> None:
+    """A column of a table, and one number for all."""
+    q, k, v = (torch.randn(3, n, 2, 16, device=device) for n in (5, 40, 40))
+    table = torch.tensor([[7, 0], [40, 0], [1, 0]], dtype=torch.int32, device=device)
+    for given in (table[:, 0], torch.tensor([9], dtype=torch.int32, device=device).expand(3)):
+        found = tw.attention(q, k, v, kv_len=given, backend=backend)
+        assert isinstance(found, Tensor)
+        for i, n in enumerate(given.tolist()):
+            alone = tw.attention(q[i : i + 1], k[i : i + 1, :n], v[i : i + 1, :n], backend="reference")
+            torch.testing.assert_close(found[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+    assert "kv_len" in str(tw.explain(tw.attention.op, q, k, v, table[:, 0]))

@@ -68,6 +68,7 @@ def attention(
     if seed is None and dropout_p and isinstance(q, Tensor):
         seed = drawn("attention", q.device)
     prefix_kv, prefix_lengths = _prefix(prefix_kv_len)
+    kv_len, prefix_lengths = _dense(kv_len), _dense(prefix_lengths)
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -96,9 +97,11 @@ def attention(
         if cu_seqlens_q is None or cu_seqlens_k is None:
             name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
             raise InvalidArgument("attention", name, "None", "packed sequences have both")
-        if align is None and cu_seqlens_q is cu_seqlens_k:
-            options["align"] = "top_left"
-        found = varlen.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, seed, offset, **options, **bounds)
+        starts = _dense(cu_seqlens_q), _dense(cu_seqlens_k)
+        if cu_seqlens_q is cu_seqlens_k:
+            options["align"] = align or "top_left"
+            starts = starts[0], starts[0]
+        found = varlen.varlen_attention(q, k, v, *starts, seed, offset, **options, **bounds)
         return found if return_lse else found[0]
     except InvalidArgument as error:  # the ops have names of their own, and for some arguments too
         name = _NAMES.get(error.argument, error.argument)
@@ -112,6 +115,11 @@ def _pair(window: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or [type(w) for w in window] != [int, int]:
         raise InvalidArgument("attention", "window", repr(window), "(left, right), -1 for unbounded")
     return window[0], window[1]
+
+
+def _dense(numbers: Any) -> Any:
+    """Numbers of sequences, one after another: kernels of ours take no other, and a copy costs next to nothing."""
+    return numbers.contiguous() if isinstance(numbers, Tensor) else numbers
 
 
 def _prefix(length: int | Tensor | None) -> tuple[int, Tensor | None]:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
 from tilewright.ops.attention import backward_configs, configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALVES)
 _DENSE = unit_stride("q", "k", "v", "o")
+_READ = unit_stride("q", "k", "v", "kv_len", "prefix_kv_len", "cu_seqlens_q", "cu_seqlens_k", "state")
+"""What kernels of ours read as it lies."""
+TILE = 128
+
+
+def _long_sequences(call: Call) -> Iterable[Reason]:
+    """Tiles of many queries are of one sequence each, and mostly empty where sequences are short."""
+    if "cu_seqlens_q" in call.tensors and call.q.shape[0] < TILE * (call.cu_seqlens_q.shape[0] - 1):
+        yield Reason("cu_seqlens_q", f"sequences of fewer than {TILE} tokens on average", "use the one without label")
+
 
 _CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
@@ -47,7 +61,7 @@ TRITON_KERNELS = [
         f"{_HERE}.triton:forward",
         Capability(
             (cuda(80), hip("gfx942")),
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
+            limits=(_READ, configs.head_dims, configs.countable),
         ),
         configs.forward_configs,
     )
@@ -59,7 +73,7 @@ TRITON_KERNELS = [
         f"{_HERE}.triton_backward:backward",
         Capability(
             (cuda(80), hip("gfx942")),
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable),
+            limits=(_READ, configs.head_dims, configs.countable),
         ),
         backward_configs.backward_configs,
     )
@@ -74,7 +88,7 @@ HOPPER_KERNELS = [
         Capability(
             (cuda(90, 90),),
             HALVES,
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, configs.for_hopper),
+            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, _long_sequences),
             emulated=False,
         ),
         configs.hopper_configs,
@@ -91,7 +105,7 @@ TILELANG_KERNELS = [
         f"{_HERE}.tilelang:forward",
         Capability(
             (cuda(80),),
-            limits=(unit_stride("q", "k", "v"), configs.head_dims, configs.countable, configs.few_tiles),
+            limits=(_READ, configs.head_dims, configs.countable, configs.few_tiles),
         ),
         configs.tilelang_configs,
         files=("tilelang_programs.py",),

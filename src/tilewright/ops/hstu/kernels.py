@@ -8,7 +8,11 @@ from tilewright.ops.attention.configs import tilelang_configs
 from tilewright.ops.hstu import configs
 
 _HERE = "tilewright.ops.hstu"
-_LIMITS = (unit_stride("q", "k", "v"), configs.head_dims, configs.countable)
+_LIMITS = (
+    unit_stride("q", "k", "v", "seq_offsets", "num_targets", "attn_scale", "state"),
+    configs.head_dims,
+    configs.countable,
+)
 
 TRITON_KERNELS = [
     Kernel(

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.core.reason import Reason
 from tilewright.ops.linear import configs
 from tilewright.ops.linear.vendor import dense_rows, one_kernel, plain_gradient
 
 _HERE = "tilewright.ops.linear"
+
+
+def _wide_residual(call: Call) -> Iterable[Reason]:
+    """One that is read in pieces goes through more shared memory than stages leave."""
+    if call.has("residual") and (call.weight.rows % 16 or call.residual.vector_bytes() < 16):
+        yield Reason("residual", f"{call.residual}; takes multiples of 16 columns, rows at multiples of 16 bytes")
+
 
 TRITON_KERNELS = [
     Kernel(
@@ -16,7 +27,12 @@ TRITON_KERNELS = [
         f"{_HERE}.triton_descriptors:forward",
         Capability(
             (cuda(90, 110),),
-            limits=(unit_stride("x", "weight", "bias", "residual"), row_levels("residual"), configs.by_descriptor),
+            limits=(
+                unit_stride("x", "weight", "bias", "residual"),
+                row_levels("residual"),
+                configs.by_descriptor,
+                _wide_residual,
+            ),
         ),
         configs.staying_configs,
         label="descriptors",
