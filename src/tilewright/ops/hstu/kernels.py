@@ -9,7 +9,7 @@ from tilewright.ops.hstu import configs
 
 _HERE = "tilewright.ops.hstu"
 _LIMITS = (
-    unit_stride("q", "k", "v", "seq_offsets", "num_targets", "attn_scale", "state"),
+    unit_stride("q", "k", "v", "seq_offsets", "num_targets", "state"),
     configs.head_dims,
     configs.countable,
 )
