@@ -337,3 +337,14 @@ def test_a_mask_is_no_boolean_and_has_no_gradient() -> None:
         tw.silu_attention(q, q, q, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
     with pytest.raises((tw.NoGradient, tw.InvalidArgument), match="mask"):
         tw.silu_attention(q, q, q, mask=torch.ones(1, 1, 4, 4, requires_grad=True))
+
+
+def test_a_context_beyond_32_bits_is_refused_after_one_that_is_not() -> None:
+    q, k, v = (torch.randn(6, 2, 8) for _ in range(3))
+    starts = torch.tensor([0, 3, 6])
+    for length in (2, 1 << 30):
+        tw.hstu_attention(q, k, v, seq_offsets=starts, max_seqlen=8, alpha=0.5, contextual_len=length)
+    with pytest.raises(tw.InvalidArgument, match="contextual_len: 4294967296; takes up to 1073741824"):
+        tw.hstu_attention(q, k, v, seq_offsets=starts, max_seqlen=8, alpha=0.5, contextual_len=1 << 32)
+    with pytest.raises(tw.InvalidArgument, match=r"v: shape \[6, 2, 0\]; heads must not be empty"):
+        tw.hstu_attention(q, k, v[..., :0], seq_offsets=starts, max_seqlen=8, alpha=0.5)

@@ -8,6 +8,7 @@ from tilewright.core.call import DTYPE_NAMES, Call, TensorFacts
 from tilewright.core.contract import floating, has_shape
 from tilewright.core.errors import InvalidArgument
 from tilewright.ops.attention.contract import dropout
+from tilewright.ops.attention.masks import FAR
 
 
 def heads(call: Call, axes: str) -> None:
@@ -30,8 +31,9 @@ def heads(call: Call, axes: str) -> None:
         raise InvalidArgument(
             call.op, "v", f"shape {list(call.v.shape)}, while k has {list(call.k.shape)}", "sizes must match"
         )
-    if not (q.shape[-1] and call.v.shape[-1]):
-        raise InvalidArgument(call.op, "q", f"shape {list(q.shape)}", "heads must not be empty")
+    for name in ("q", "v"):
+        if not call[name].shape[-1]:
+            raise InvalidArgument(call.op, name, f"shape {list(call[name].shape)}", "heads must not be empty")
     has_shape(call, "do", (*q.shape[:-1], call.v.shape[-1]), "as forward returns o")
 
 
@@ -79,6 +81,8 @@ def rules(call: Call) -> None:
     for name in ("contextual_len", "window", "full_tail"):
         if call.options[name] < 0:
             raise InvalidArgument(call.op, name, f"{call.options[name]}", "takes 0 (none) or more")
+    if call.contextual_len > FAR:  # counted in 32 bits, together with a window
+        raise InvalidArgument(call.op, "contextual_len", f"{call.contextual_len}", f"takes up to {FAR}")
     dropout(call)
 
 
