@@ -1,7 +1,9 @@
-"""L1, the thread IR: what one CPU thread does for one instance, in scalars and short vectors.
+"""L1, the thread IR: what one thread does of one instance, in scalars and short vectors.
 
-Names are assigned once, except declared variables. Memory is a view's, a scratch array's, or a register array's, whose
-index is a constant or counts an unrolled loop. Renderers print this form and no other; its rules: `thread_verify`.
+On a CPU an instance has one thread. On a GPU it has `Function.threads`, which all run this text and differ by the
+builtin `tid`. Names are assigned once, except declared variables. Memory is a view's, a scratch or shared array's, or a
+register array's, whose index is a constant or counts an unrolled loop. Renderers print this form and no other; its
+rules: `thread_verify`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import Line
+from tilewright.tile.layout.linear import Layout
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class Assign:
 @dataclass(frozen=True)
 class Load:
     """Elements of `memory` from `index` on, `stride` apart; with a vector `index`, wherever that says. Of a vector only
-    the first `count` lanes, or those of `mask`, are touched: the others are `other` (with `count`: 0)."""
+    the first `count` lanes, or those of `mask`, are touched: the others are `other` (with `count`: 0).
+
+    `layout`: which thread of the instance touches which element, in one period of the memory (it repeats); None where
+    any thread may touch any element. `align`: bytes that the address of a vector is a multiple of; 0 is its element's.
+    """
 
     name: str
     type: Type
@@ -74,6 +81,8 @@ class Load:
     other: Operand = 0
     scattered: bool = False
     line: Line | None = None
+    layout: Layout | None = None
+    align: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,17 @@ class Store:
     mask: Operand | None = None
     scattered: bool = False
     line: Line | None = None
+    layout: Layout | None = None
+    align: int = 0
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """No thread of the scope ("warp" or "block": the instance's) goes on before all are here, and what they wrote is
+    seen. `why` names the accesses that it parts."""
+
+    scope: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,13 +131,13 @@ class If:
     body: list[Statement]
 
 
-Statement = Let | Declare | Assign | Load | Store | For | If
+Statement = Let | Declare | Assign | Load | Store | Barrier | For | If
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A run-time argument. `kind`: "pointer", "stride" (of a storage axis, in elements), "extent" (size of a storage
-    axis), "size" (of a view's axis) or "scalar"."""
+    axis), "size" (of a view's axis), "scalar", or "builtin" (`of` "pid", "grid" or "thread")."""
 
     name: str
     kind: str
@@ -128,19 +148,22 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Array:
-    """Scratch memory of one thread."""
+    """Scratch memory of one thread, or of all threads of an instance."""
 
     name: str
     dtype: DType
     elements: int
+    shared: bool = False
 
 
 @dataclass
 class Function:
-    """A lowered kernel."""
+    """A lowered kernel. `threads` an instance, `instances` a block (more than one only where an instance is a warp)."""
 
     name: str
     lanes: int
+    threads: int = 1
+    instances: int = 1
     parameters: list[Parameter] = field(default_factory=list)
     arrays: list[Array] = field(default_factory=list)
     body: list[Statement] = field(default_factory=list)
