@@ -6,6 +6,7 @@ from tilewright.tile.dtypes import int64
 from tilewright.tile.errors import Line, VerifyError
 from tilewright.tile.ir.thread_ir import (
     Assign,
+    Barrier,
     Declare,
     Function,
     If,
@@ -69,6 +70,9 @@ class _Scope:
         elif isinstance(s, If):
             self.use(s.condition, None, None)
             self.inner(self.counters).block(s.body)
+        elif isinstance(s, Barrier):
+            if s.scope not in ("warp", "block"):
+                raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")
         else:
             for bound in (s.lo, s.hi, s.step):
                 self.use(bound, None, None)

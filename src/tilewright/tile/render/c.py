@@ -6,7 +6,7 @@ import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Declare, If, Let, Load, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Statement, Store, Type
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -185,6 +185,8 @@ def _statement(s: Statement, where: bool) -> list[str]:
         return [f"{place} = {operand(s.value, s.type)};"]
     if isinstance(s, If):
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
+    if isinstance(s, Barrier):
+        return [f"{s.scope}_barrier();" + (f"  // {s.why}" if where and s.why else "")]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
     if s.any_step:
         first, more = f"{s.step} > 0 ? {s.lo} : {s.hi}", f"(u64){s.hi} - (u64){s.var} > (u64){s.step}"
