@@ -6,6 +6,7 @@ last one. Without a mask inside of them, one that is NaN reaches no other: what 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,8 @@ from tilewright.ops.attention.masks import Rules
 SIZES = {"Hq": 2, "Hkv": 1, "D": 64, "Dv": 64, "N1": 6}
 MOST_TOKENS = 2048
 """Of a check, whose definition looks at every pair of tokens."""
+MOST_PAIRS = 1 << 28
+"""Of tokens, for the definition to look at all at once."""
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -73,8 +76,11 @@ def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
     state = found["state"]
     seed, offset = (None, None) if state is None else (state[:1], state[1:])
     asked = {n: v for n, v in options.items() if n != "needs"}
-    given = (found[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
-    found["o"], found["lse"] = varlen_attention.reference(*given, seed, offset, **asked)
+    given = [found[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+    if state is None and len(found["q"]) * len(found["k"]) > MOST_PAIRS:
+        found["o"], found["lse"] = _one_by_one(given, asked)
+    else:
+        found["o"], found["lse"] = varlen_attention.reference(*given, seed, offset, **asked)
     if found["dlse"] is not None:
         found["dlse"] = found["dlse"].to(found["lse"].dtype)
 
@@ -82,6 +88,23 @@ def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
 _DIMS = {"q": "M Hq D", "k": "C Hkv D", "v": "C Hkv Dv", "cu_seqlens_q": "N1", "cu_seqlens_k": "N1"}
 _VALUES = {"cu_seqlens_q": _starts, "cu_seqlens_k": _starts}
 _DTYPES = dict.fromkeys(_VALUES, (torch.int64,))
+
+
+def _one_by_one(given: list[Tensor], asked: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """o and lse of the sequences, each by itself: the definition keeps every pair of tokens that it is given."""
+    from tilewright.ops.attention.varlen import varlen_attention
+
+    q, k, v, cu_q, cu_k = given
+    o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = torch.full((q.shape[1], len(q)), float("-inf"), device=q.device)
+    edges = [list(itertools.pairwise(cu.tolist())) for cu in (cu_q, cu_k)]
+    for (q0, q1), (k0, k1) in zip(*edges, strict=True):
+        if q1 > q0:
+            alone = [torch.tensor([0, n], device=q.device, dtype=cu_q.dtype) for n in (q1 - q0, k1 - k0)]
+            found = varlen_attention.reference(q[q0:q1], k[k0:k1], v[k0:k1], *alone, **asked)
+            o[q0:q1], lse[:, q0:q1] = found
+    return o, lse
+
 
 FORWARD = Probes(
     dims={**_DIMS, "seed": "1", "offset": "1"},

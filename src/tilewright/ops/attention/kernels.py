@@ -10,7 +10,7 @@ from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
-from tilewright.ops.attention import backward_configs, configs, vendor
+from tilewright.ops.attention import backward_configs, configs, configs_packed, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -63,9 +63,12 @@ TRITON_KERNELS = [
             (cuda(80), hip("gfx942")),
             limits=(_READ, configs.head_dims, configs.countable),
         ),
-        configs.forward_configs,
+        found,
     )
-    for op in ("attention", "varlen_attention")
+    for op, found in (
+        ("attention", configs.forward_configs),
+        ("varlen_attention", configs_packed.packed_configs),
+    )
 ] + [
     Kernel(
         op,

@@ -1,0 +1,28 @@
+"""Tiles for packed sequences, beside those of `configs`: short ones would leave most of a tall tile empty.
+
+What a kernel learns of lengths before it runs is how many tokens there are in how many sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.core.call import Call
+from tilewright.core.launch import Config
+from tilewright.ops.attention.configs import Shape, forward_configs
+from tilewright.ops.configs import power_of_2_at_least
+
+SHORT = 64
+"""Tokens of a sequence, on average, up to which tiles are small."""
+SMALL: tuple[Shape, ...] = ((32, 32, 2, 2), (32, 64, 2, 2), (64, 64, 4, 2), (16, 32, 1, 2), (64, 32, 4, 2))
+"""Without descriptors, which are made once a program and pay when it reads many tiles."""
+
+
+def packed_configs(call: Call) -> tuple[Config, ...]:
+    """Of the forward pass over packed sequences."""
+    usual = forward_configs(call)
+    average = power_of_2_at_least(call.q.shape[0]) // power_of_2_at_least(max(1, call.cu_seqlens_q.shape[0] - 1))
+    if average > SHORT or call.q.dtype == torch.float32:
+        return usual
+    small = (Config(m=m, n=n, parts=1, tma=0, num_warps=w, num_stages=s) for m, n, w, s in SMALL)
+    return tuple(dict.fromkeys((*small, *usual)))
