@@ -78,9 +78,12 @@ TRITON_KERNELS = [
             (cuda(80), hip("gfx942")),
             limits=(_READ, configs.head_dims, configs.countable),
         ),
-        backward_configs.backward_configs,
+        found,
     )
-    for op in ("attention_backward", "varlen_attention_backward")
+    for op, found in (
+        ("attention_backward", backward_configs.backward_configs),
+        ("varlen_attention_backward", configs_packed.packed_backward_configs),
+    )
 ]
 
 HOPPER_KERNELS = [
