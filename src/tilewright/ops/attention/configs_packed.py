@@ -13,11 +13,11 @@ from tilewright.ops.attention.backward_configs import backward_configs
 from tilewright.ops.attention.configs import Shape, forward_configs
 from tilewright.ops.configs import power_of_2_at_least
 
-SHORT = 64
+SHORT = 128
 """Tokens of a sequence, on average, up to which tiles are small."""
-SMALL: tuple[Shape, ...] = ((32, 32, 2, 2), (32, 64, 2, 2), (64, 64, 4, 2), (16, 32, 1, 2), (64, 32, 4, 2))
+SMALL: tuple[Shape, ...] = ((32, 32, 2, 2), (16, 32, 1, 2), (64, 64, 4, 2), (64, 32, 4, 2))
 """Without descriptors, which are made once a program and pay when it reads many tiles."""
-SMALL_BACKWARD: tuple[Shape, ...] = ((32, 32, 2, 2), (32, 32, 4, 2), (64, 64, 4, 2))
+SMALL_BACKWARD: tuple[Shape, ...] = ((32, 32, 2, 2), (64, 64, 4, 2), (32, 32, 4, 2))
 """Both of programs that own keys and of those that own queries."""
 
 
