@@ -26,7 +26,7 @@ def packed_configs(call: Call) -> tuple[Config, ...]:
     usual = forward_configs(call)
     if not _short(call):
         return usual
-    small = (Config(m=m, n=n, parts=1, tma=0, num_warps=w, num_stages=s) for m, n, w, s in SMALL)
+    small = (Config(m=m, n=n, parts=1, tma=0, num_warps=w, num_stages=s) for m, n, w, s in _ordered(call, SMALL))
     return tuple(dict.fromkeys((*small, *usual)))
 
 
@@ -37,13 +37,21 @@ def packed_backward_configs(call: Call) -> tuple[Config, ...]:
         return usual
     small = (
         Config(k_m=m, k_n=n, k_warps=w, k_stages=s, q_m=m, q_n=n, q_warps=w, q_stages=s, tma=0)
-        for m, n, w, s in SMALL_BACKWARD
+        for m, n, w, s in _ordered(call, SMALL_BACKWARD)
     )
     return tuple(dict.fromkeys((*small, *usual)))
 
 
 def _short(call: Call) -> bool:
-    """Whether sequences are short on average, by the powers of two that a call class knows."""
+    return _average(call) <= SHORT and call.q.dtype != torch.float32
+
+
+def _average(call: Call) -> int:
+    """Tokens of a sequence, by the powers of two that a call class knows."""
     sequences = max(1, call.cu_seqlens_q.shape[0] - 1)
-    average = power_of_2_at_least(call.q.shape[0]) // power_of_2_at_least(sequences)
-    return average <= SHORT and call.q.dtype != torch.float32
+    return power_of_2_at_least(call.q.shape[0]) // power_of_2_at_least(sequences)
+
+
+def _ordered(call: Call, shapes: tuple[Shape, ...]) -> list[Shape]:
+    """Those of 64 rows first where sequences fill them."""
+    return sorted(shapes, key=lambda shape: shape[0] < 64) if _average(call) >= 64 else list(shapes)

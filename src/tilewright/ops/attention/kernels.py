@@ -23,8 +23,16 @@ TILE = 128
 
 def _long_sequences(call: Call) -> Iterable[Reason]:
     """Tiles of many queries are of one sequence each, and mostly empty where sequences are short."""
-    if "cu_seqlens_q" in call.tensors and call.q.shape[0] < TILE * (call.cu_seqlens_q.shape[0] - 1):
-        yield Reason("cu_seqlens_q", f"sequences of fewer than {TILE} tokens on average", "use the one without label")
+    least = 2 * TILE
+    if "cu_seqlens_q" in call.tensors and call.q.shape[0] < least * (call.cu_seqlens_q.shape[0] - 1):
+        yield Reason("cu_seqlens_q", f"sequences of fewer than {least} tokens on average", "use the one without label")
+
+
+def _many_queries(call: Call) -> Iterable[Reason]:
+    """The other packs the few queries of several heads into a tile; this one leaves most of a tile empty."""
+    queries = call.q.shape[-3]
+    if "cu_seqlens_q" not in call.tensors and queries < TILE // 2:
+        yield Reason("q", f"{queries} queries; takes {TILE // 2} and more", "use the one without label")
 
 
 _CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
@@ -94,7 +102,7 @@ HOPPER_KERNELS = [
         Capability(
             (cuda(90, 90),),
             HALVES,
-            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, _long_sequences),
+            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, _long_sequences, _many_queries),
             emulated=False,
         ),
         configs.hopper_configs,
