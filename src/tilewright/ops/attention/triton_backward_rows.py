@@ -18,9 +18,8 @@ from tilewright.ops.attention import arguments
 LOG2E = tl.constexpr(arguments.LOG2E)
 WEIGHT_BITS = 10
 """fp16 then holds weights down to 2^-24 in full precision."""
-GRADIENT_BITS = 12
-"""Score gradients, in the power of 2 that is chosen for them, are below 2^this; lse may be off by as much as leaves
-fp16 (2^16) room for the rest."""
+GRADIENT_BITS = 15
+"""Score gradients, in the power of 2 that is chosen for them, are below 2^this, and rounding may double none."""
 FEWER = tl.constexpr(WEIGHT_BITS)
 ROOM = tl.constexpr(GRADIENT_BITS - WEIGHT_BITS)
 
@@ -40,9 +39,6 @@ def attention_delta(
     batch, head = which // heads, which % heads
     value = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=mask, other=0.0)
     blind = value == float("-inf")
-    # Where scores are so large that their rounding is more than 1, lse is raised by more than that: weights that should
-    # be 1 are lost, as they are in any case, but none is beyond 1 by orders of magnitude.
-    value += tl.where(tl.abs(value) > 16777216.0, tl.abs(value) * 9.5367431640625e-07, 0.0)
     if o.dtype.element_ty != tl.float32:
         value *= LOG2E
     if norms is not None:

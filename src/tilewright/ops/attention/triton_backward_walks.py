@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.triton_backward_rows import LOG2E
+from tilewright.ops.attention.triton_backward_rows import FEWER, LOG2E
 from tilewright.ops.attention.triton_tiles import kept, seen_by
 
 
@@ -34,11 +34,13 @@ def tile_of(
 
 @triton.jit
 def weights_of(scores, power, factor, dtype: tl.constexpr):
-    """P. In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
+    """P, which is not above 1, whatever large scores and their lse were rounded to: fp16 has no more room. NaN stays.
+    In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
+    exponent = scores * factor - power
     if dtype == tl.float32:
-        return tl.math.exp2((scores * factor - power) * LOG2E)
-    else:
-        return tl.math.exp2(scores * factor - power)
+        exponent *= LOG2E
+    most: tl.constexpr = FEWER if dtype == tl.float16 else 0
+    return tl.math.exp2(tl.minimum(exponent, most, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
