@@ -27,7 +27,7 @@ def _long_sequences(call: Call) -> Iterable[Reason]:
         yield Reason("cu_seqlens_q", f"sequences of fewer than {TILE} tokens on average", "use the one without label")
 
 
-_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
+_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
 _CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)

@@ -105,11 +105,12 @@ def rates(top, factor):
     """(what scores are multiplied by, what is subtracted then) of rows whose largest scores are `top`: one multiply-add
     a score.
 
-    The product of `top` is rounded to half an ulp, and the largest weight is exp2 of that instead of 1: of a product
-    below 2^26, an ulp of which is 4 at most, between 1/4 and 4. All weights of a row are off by the same factor, which
-    their sum takes out. Beyond, it may be exp2 of some hundred; there a power of 2 is the rate, not below the factor, of
-    which no product is rounded. Weights beside the largest are then smaller than they should be: scores so large are
-    apart by nothing or by so much that rounding decides what they weigh.
+    The product of `top` is rounded to half an ulp, so that the largest weight is exp2 of that instead of 1: below 2^26,
+    where an ulp is 4 at most, between 1/4 and 4. All weights of a row are off by that factor, which their sum takes
+    out.
+    Beyond, it may be exp2 of some hundred. There the rate is a power of 2, not below the factor, by which no product is
+    rounded. Weights beside the largest then come out smaller; but scores so large are equal, or apart by so much that
+    they are nothing, or rounding decides what they weigh.
     """
     level = top * factor
     bits = tl.cast(factor, tl.float32).to(tl.int32, bitcast=True)
