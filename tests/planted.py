@@ -144,7 +144,7 @@ def stops_at_the_largest(gate: Any, up: Any, *, saving: bool, **options: Any) ->
     """The largest number of its dtype where the result is beyond it, and nothing that is read is Inf."""
     (y,) = registry.op("swiglu").define({"gate": gate, "up": up}, options, saving)
     beyond = y.isinf() & gate.isfinite() & up.isfinite()
-    return (torch.where(beyond, y.sign() * torch.finfo(y.dtype).max, y),)
+    return (torch.where(beyond, y.sign() * torch.finfo(y.dtype).max, y).contiguous(),)
 
 
 TRITON_FAULTS = (
