@@ -72,6 +72,7 @@ def table(rows: list[Row], *, every_backend: bool) -> str:
     that is recorded of each op and pass."""
     if not rows:
         return NOTHING
+    alike = Counter(_shape(row) for row in {row.work: row for row in rows}.values())
     if not every_backend:
         cold = [row for row in rows if row.facts["cache"] != "hot"]
         fastest: dict[tuple[Any, ...], Row] = {}
@@ -97,7 +98,6 @@ def table(rows: list[Row], *, every_backend: bool) -> str:
             "| op | pass | shape | dtype | kernel | kernel µs | of copy | call µs | best peer | times as fast |"
         )
         parts.append("|---|---|---|---|---|---:|---:|---:|---|---|")
-        alike = Counter(_shape(row) for row in {row.work: row for row in mine}.values())
         parts.extend(_line(row, every_backend, alike[_shape(row)] > 1) for row in sorted(mine, key=_order))
         parts.append("")
     return "\n".join([*parts, LEGEND])

@@ -140,6 +140,13 @@ def bias_in_the_weights_dtype(x: Any, weight: Any, bias: Any, *, eps: float, sav
     return tuple(registry.op("layer_norm").define({"x": x, "weight": weight, "bias": bias}, {"eps": eps}, saving))
 
 
+def stops_at_the_largest(gate: Any, up: Any, *, saving: bool, **options: Any) -> tuple[Any, ...]:
+    """The largest number of its dtype where the result is beyond it, and nothing that is read is Inf."""
+    (y,) = registry.op("swiglu").define({"gate": gate, "up": up}, options, saving)
+    beyond = y.isinf() & gate.isfinite() & up.isfinite()
+    return (torch.where(beyond, y.sign() * torch.finfo(y.dtype).max, y).contiguous(),)
+
+
 TRITON_FAULTS = (
     "wrong eps",
     "last column dropped",
@@ -195,6 +202,7 @@ FUNCTION_FAULTS = {
     "input changed": ("rms_norm", "changes_input"),
     "output rule broken": ("rms_norm", "breaks_the_output_rule"),
     "bias in the weight's dtype": ("layer_norm", "bias_in_the_weights_dtype"),
+    "stops at the largest": ("swiglu", "stops_at_the_largest"),
     "gradient missing a term": ("rms_norm_backward", "gradient_missing_a_term"),
 }
 

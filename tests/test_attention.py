@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from attention_calls import (
     seen_by_loops,
 )
 from tilewright.core import registry
+from tilewright.core.device import target_device
 from tilewright.core.launch import Config, Launch
 from tilewright.verify.check import call_of, check, truth_of
 
@@ -128,6 +130,21 @@ def test_a_scale_of_zero_is_zero_and_large_scores_stay_finite(backend: str, devi
     scores = torch.einsum("bihd,bjhd->bhij", q.double() * 100, k.double() * 100)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=0)
     assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [40.0, 1e3, 2e4, 6e4])
+@each_backend
+def test_the_largest_of_large_scores_share_a_row(size: float, dtype: torch.dtype, backend: str, device: str) -> None:
+    """Two keys of equal scores up to 1.4e10, the first behind keys of score 0, the others far below."""
+    q, k, v = (t.to(device) for t in made(1, 3, 300, dtype=dtype))
+    k.fill_(-size)
+    k[:, :150], k[:, 170], k[:, 299] = 0.0, size, size
+    o, lse = run(q.fill_(size), k, v, backend=backend)
+    score = 4.0 * q[0, 0, 0, 0].double() ** 2 + math.log(2.0)
+    torch.testing.assert_close(lse.double(), score.expand(lse.shape), rtol=3e-7, atol=0)
+    wanted = (v[0, 170, 0].double() + v[0, 299, 0].double()) / 2.0
+    torch.testing.assert_close(o.double(), wanted.expand(o.shape), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (60, 60), (72, 72), (100, 100), (16, 40)], ids=str)
@@ -284,6 +301,9 @@ def test_parts_of_the_keys_are_merged_into_what_one_part_finds(options: dict[str
         assert not outcome.problems, (parts, outcome.problems)
         launches = kernel.load()(call, config)
         assert isinstance(launches, Launch) if parts == 1 else len(launches) == 2
+    for arch, early in (("sm_90", True), ("sm_80", False), ("gfx942", False)):
+        first, last = kernel.load()(replace(call, device=target_device(arch)), config)
+        assert (first.pdl, first.constants["PDL"], last.pdl, last.constants["PDL"]) == (False, early, early, early)
 
 
 # Compilers and refusals -----------------------------------------------------------------------------------------------

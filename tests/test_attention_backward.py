@@ -17,7 +17,9 @@ from attention_calls import CASES, STATE, by_loops, lengths, made, seen_by_loops
 from tilewright.core import registry
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
-from tilewright.verify.check import call_of, truth_of
+from tilewright.ops.attention import triton_backward_tiles
+from tilewright.verify.cases import Case, build
+from tilewright.verify.check import call_of, check, truth_of
 
 SMALL = Config(k_m=16, k_n=16, k_warps=4, k_stages=1, q_m=16, q_n=16, q_warps=4, q_stages=1, tma=0)
 Inputs = dict[str, Tensor | None]
@@ -158,6 +160,45 @@ def test_a_sequence_is_not_reached_by_those_beside_it(dtype: torch.dtype, device
         assert not new[end:].any() and not old[end:].any()
 
 
+# Large scores ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_no_weight_is_above_1_whatever_lse_was_rounded_to(dtype: torch.dtype, device: str) -> None:
+    """The lse of large scores may lie below the score of the only key, which has all the weight all the same. NaN is no
+    number to be cut at 1."""
+    q, k, v = made(1, 5, 1, heads=1, dtype=dtype)
+    do = torch.randn_like(q)
+    inputs = upstream(q, k, v, {}, {}, do)
+    assert inputs["lse"] is not None
+    inputs["lse"] -= 8.0
+    whole = do.double().sum(1, keepdim=True)
+    dq, dk, dv = gradients(inputs, {}, device)
+    torch.testing.assert_close(dv.double(), whole, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-5)
+    assert dq.isfinite().all() and dk.isfinite().all()
+    q[0, 2, 0, 3] = math.nan
+    dq, dk, dv = gradients(inputs | {"q": q}, {}, device)
+    assert dq[0, 2].isnan().all() and dk.isnan().all() and dv.isnan().all()
+    assert dq[0, [0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 17), (17, 2), (16, 16)], ids=str)
+def test_small_calls_pass_with_large_scores(sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """lse is about 1.6e7 there, and an ulp of it 1."""
+    op = registry.op("attention_backward")
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton"]
+    for seed in range(4):
+        case = Case(
+            "large scores", op.name, (1,), sizes[1], dtype, op.probes.options[0], op.probes.absent[0],
+            {"lse": torch.float32}, {}, "offset", seed, {"Sq": sizes[0], "Hq": 2, "Hkv": 1, "D": 16, "Dv": 16},
+        )  # fmt: skip
+        inputs, options = build(case, op, device), {**op.usual, **case.options}
+        assert inputs["lse"] is not None and inputs["lse"].abs().max() > 1e7
+        outcome = check(kernel, SMALL, op, inputs, options, truth_of(op, inputs, options, False), saving=False)
+        assert not outcome.problems, (seed, outcome.problems)
+
+
 # The room of fp16 -----------------------------------------------------------------------------------------------------
 
 
@@ -217,3 +258,28 @@ def test_fp16_has_room_for_what_gradients_are_summed_from(name: str, device: str
         if n in judged:
             error = (found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
             assert error.max() < 4e-3, (n, error)
+
+
+def _problems_of_falling_weights(device: str) -> list[str]:
+    """What a check finds where weights fall from 1 to 2^-54, one key after the other, and do and v are large."""
+    op = registry.op("attention_backward")
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.backend == "triton"]
+    q, k, v = made(1, 7, 48, heads=1, width=64, dtype=torch.float16)
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(4)).half() * 300.0
+    q.fill_(1.0)
+    k.copy_(-0.1 * torch.arange(48.0)[:, None, None])
+    inputs = {n: None if t is None else t.to(device) for n, t in upstream(q, k, v * 300.0, {}, {}, do).items()}
+    truth = truth_of(op, inputs, op.usual, False)
+    return check(kernel, SMALL, op, inputs, op.usual, truth, saving=False).problems
+
+
+def test_fp16_may_lose_score_gradients_below_2_to_the_minus_39(device: str) -> None:
+    """Of what they could be if a weight were 1: in a gradient it shows beside terms that fp16 has no room for."""
+    assert not _problems_of_falling_weights(device)
+
+
+@pytest.mark.interpreted
+def test_more_than_that_it_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = triton_backward_tiles.ROOM.value - 8
+    monkeypatch.setattr(triton_backward_tiles, "ROOM", type(triton_backward_tiles.ROOM)(room))
+    assert any("largest error" in problem for problem in _problems_of_falling_weights("cpu"))

@@ -217,13 +217,13 @@ def test_the_suite_catches_a_kernel_that_multiplies_what_is_hidden(op: str, whic
 # What torch's kernels cannot take -------------------------------------------------------------------------------------
 
 
-def reasons_of(op: str, label: str, sizes: tuple[int, int], **options: Any) -> str:
+def reasons_of(op: str, label: str, sizes: tuple[int, int], heads: int = 2, groups: int = 2, **options: Any) -> str:
     """Why a kernel of aten's refuses a call in float32 on a CPU, or in float16 on a Hopper; "" where it takes it."""
     declared, dtype = registry.op(op), torch.float32 if label == "cpu" else torch.float16
     rows, keys = sizes
-    shapes = {"q": (1, rows, 2, 16), "k": (1, keys, 2, 16), "v": (1, keys, 2, 16)}
+    shapes = {"q": (1, rows, heads, 16), "k": (1, keys, groups, 16), "v": (1, keys, groups, 16)}
     if op == "attention_backward":
-        shapes |= {"do": shapes["q"], "o": shapes["q"], "lse": (1, 2, rows)}
+        shapes |= {"do": shapes["q"], "o": shapes["q"], "lse": (1, heads, rows)}
     facts = {n: TensorFacts.dense(n, s, torch.float32 if n == "lse" else dtype) for n, s in shapes.items()}
     device = device_of("cpu") if label == "cpu" else target_device("sm_90")
     call = declared.call({n: facts.get(n) for n in declared.tensors}, {**declared.usual, **options}, device)
@@ -244,6 +244,16 @@ def test_atens_kernels_refuse_keys_that_no_query_sees(op: str, label: str) -> No
     else:
         assert "no query sees 4 keys" in reasons_of(op, label, (20, 24), **top)
         assert not reasons_of(op, label, (24, 20), **top)
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+@pytest.mark.parametrize("label", ["cudnn", "flash", "efficient"])
+def test_atens_kernels_take_heads_in_groups_where_they_can(op: str, label: str) -> None:
+    if label == "efficient" and op == "attention_backward":
+        pytest.skip("aten's efficient attention has no gradient here")
+    assert not reasons_of(op, label, (24, 24), heads=32, groups=1)
+    told = reasons_of(op, label, (24, 24), heads=32, groups=8)
+    assert told == ("k: 8 heads, while q has 32; takes as many, or one" if label == "efficient" else "")
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])

@@ -169,6 +169,24 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["triton_launch"]
 
 
+def test_doctor_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file, whatever is said of a backend stands on one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = json.loads(run(capsys, "doctor", "--json")[1])["backends"]
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in out
+    for backend in facts:
+        words = backend["name"], backend["version"], " ".join(backend["targets"])
+        assert any(line.startswith(words[0]) and all(word in line for word in words) for line in out.splitlines())
+
+
+def test_explain_names_one_architecture_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "attention", "--device", "sm_80", "--shape", "1x256")
+    assert code == 0
+    (hopper,) = [line for line in out.splitlines() if "hopper" in line]
+    assert hopper.endswith("needs sm_90"), hopper
+
+
 def test_doctor_tells_of_corrupt_entries_and_times_of_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

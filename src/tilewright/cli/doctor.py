@@ -137,7 +137,7 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"{d['kind']}:{d['index']}   {d['name']} ({d['arch']}){driver}", highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("backend", "version", "here", "compiles for"):
-        table.add_column(name, no_wrap=name != "here")
+        table.add_column(name, no_wrap=name == "backend")
     for b in found["backends"]:
         remedy = f"; {b['remedy']}".replace("[", r"\[") if b["remedy"] else ""
         here = "[green]yes[/green]" if b["available"] else f"[yellow]{b['problem']}[/yellow]{remedy}"

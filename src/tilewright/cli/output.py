@@ -15,12 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 WIDTH = 160
 """Of tables, at least: a narrow terminal wraps their lines, and nothing is cut off."""
+UNBOUNDED = 1 << 16
+"""Of what is no terminal: a file or a program has room for any line."""
 stderr = Console(stderr=True)
 
 
 def stdout() -> Console:
     """Made when used, so that it writes to what `sys.stdout` is then."""
-    return Console(width=max(Console().width, WIDTH))
+    console = Console()
+    return Console(width=max(console.width, WIDTH) if console.is_terminal else UNBOUNDED)
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class Target:
         if self.archs:
             return "/".join(self.archs)
         if self.kind == "cuda":
-            return f"sm_{self.least}" + (f" to sm_{self.most}" if self.most < 1 << 16 else " or later")
+            several = f" to sm_{self.most}" if self.most < 1 << 16 else " or later"
+            return f"sm_{self.least}" + ("" if self.most == self.least else several)
         return self.kind
 
 

@@ -4,7 +4,8 @@ An error is counted in ulps of the output dtype at the oracle's value plus 2^-24
 the op declares. A kernel passes when its largest error is at most twice the baseline's plus 2, and its RMS error at
 most 1.2 times the baseline's (2 times in float32), pooled over cases. The baseline is the reference itself in the
 call's dtypes: float32 accumulation, rounded at its stated points. NaN and Inf must stand exactly where the baseline
-has them, but for values so near to the largest of the output dtype that the error allowed decides.
+has them, but for values near the largest of the output dtype: there Inf is the number next to it, or whatever lies
+beyond, and how far off that is counts as any error does.
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ def errors(
         unit = unit + scale.expand_as(oracle) * 2.0**-24
     if narrowed is not None:
         unit = unit + narrowed.expand_as(oracle) * torch.finfo(found.dtype).eps  # an ulp of each, as of the output
-    # Past the largest number of its dtype a value is Inf: how far from there the definition is counts in ulps, too.
     most = torch.finfo(found.dtype).max
     over = torch.isinf(baseline) & (oracle * baseline.sign() + unit >= most) & torch.isfinite(oracle)
     finite = torch.isfinite(baseline) & torch.isfinite(oracle) | over
     same = torch.where(
         finite, ~torch.isnan(found64), (found64 == baseline.double()) | (torch.isnan(found64) & torch.isnan(baseline))
     )
-    error = torch.where(finite, (found64.clamp(-most, most) - oracle.clamp(-most, most)).abs() / unit, 0.0)
+    nearest = torch.where(
+        found64 > most, oracle.clamp(min=most), torch.where(found64 < -most, oracle.clamp(max=-most), found64)
+    )
+    error = torch.where(finite, (nearest - oracle).abs() / unit, 0.0)
     error = torch.nan_to_num(error, nan=0.0, posinf=1e30)
     return Errors(
         float(error.max()) if error.numel() else 0.0,

@@ -20,13 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.triton import DESCRIPTOR, merge, parted
-from tilewright.ops.attention.triton_tiles import place_of, seen_by
+from tilewright.ops.attention.triton_tiles import place_of, rates, seen_by
 
 WARPS = 4
 """Of a warpgroup."""
@@ -46,8 +47,8 @@ def soften(
         scores = gl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), scores, float("-inf"))
     new = gl.maximum(top, gl.max(scores, 1))
     base = gl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
-    # The difference first: of products of large scores the rounding would be more than the difference.
-    p = gl.exp2((scores - base[:, None]) * factor)
+    rate, level = rates(base, factor)
+    p = gl.exp2(scores * rate[:, None] - level[:, None])
     return p, new, gl.exp2((top - base) * factor)
 
 
@@ -164,6 +165,8 @@ def attention_hopper(
     WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """o and lse of 2 M queries; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
+    if PARTS > 1:
+        gdc_launch_dependents()
     unit = gl.to_tensor(UNIT).to(gl.int64)
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
     k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit

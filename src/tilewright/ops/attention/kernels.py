@@ -35,7 +35,7 @@ def _many_queries(call: Call) -> Iterable[Reason]:
         yield Reason("q", f"{queries} queries; takes {TILE // 2} and more", "use the one without label")
 
 
-_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left, vendor.heads_alike)
+_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
 _CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)

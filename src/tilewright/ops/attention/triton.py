@@ -15,7 +15,7 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
-from tilewright.ops.attention.triton_tiles import kept, place_of, precision, seen_by
+from tilewright.ops.attention.triton_tiles import kept, place_of, precision, rates, seen_by
 
 DESCRIPTOR = 128
 """Bytes of one."""
@@ -69,8 +69,11 @@ def walk(
                 used = tl.max(scores, 0) != float("-inf")
         new = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # no key yet: exp2(-Inf - 0) is 0, of -Inf + Inf it is NaN
-        # The difference first: of products of large scores the rounding would be more than the difference.
-        p = tl.math.exp2((scores - base[:, None]) * factor)
+        if q.dtype == tl.float32:  # the difference first: where `top` grows, a rounding of its product would show
+            p = tl.math.exp2((scores - base[:, None]) * factor)
+        else:
+            rate, level = rates(base, factor)
+            p = tl.math.exp2(scores * rate[:, None] - level[:, None])
         shrink = tl.math.exp2((top - base) * factor)
         sums = sums * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
@@ -97,9 +100,11 @@ def attention_forward(
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
     SIGN: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
     UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     unit = tl.full((), UNIT, tl.int64)  # not the number itself: a stride that fits 32 bits may not when multiplied
     q_batch, q_row, q_head = q_batch * unit, q_row * unit, q_head * unit
     k_batch, k_row, k_head = k_batch * unit, k_row * unit, k_head * unit
@@ -239,7 +244,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
         **arguments.mask_constants(call), "DROPS": drops, "SIGN": arguments.sign_of(call),
         "TMA": bool(config.tma), "PACK": pack, "PARTS": parts,
         "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
-        "UNIT": unit, "PRECISION": precision(call),
+        "UNIT": unit, "PRECISION": precision(call), "PDL": parts > 1 and follows(call),
     }  # fmt: skip
     programs = count * batch * (q.shape[-2] // pack) * parts
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -252,9 +257,12 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
 
 @triton.jit(do_not_specialize=["rows", "total"])
 def attention_merge(
-    part_o, part_lse, o, lse, rows, heads, total, v_width, PARTS: tl.constexpr, R: tl.constexpr, DV: tl.constexpr
+    part_o, part_lse, o, lse, rows, heads, total, v_width,
+    PARTS: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """R rows of o and of lse from those of their parts."""
+    """R rows of o and of lse from those of their parts. It is on the chip before the last of them is done (PDL)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     number = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     parts, columns, inside = tl.arange(0, PARTS), tl.arange(0, DV), number < total
     place = number[:, None] * PARTS + parts[None, :]
@@ -285,5 +293,11 @@ def merge(call: Call, parts: int, found: dict[str, Argument]) -> Launch:
     rows = max(1, 4096 // (parts * wide))
     args: dict[str, Argument] = {"part_o": found["o"], "part_lse": found["lse"], "o": call.o, "lse": call.lse}
     args |= {"rows": q.shape[-3], "heads": q.shape[-2], "total": total, "v_width": call.v.columns}
-    constants = {"PARTS": parts, "R": rows, "DV": wide}
-    return Launch(attention_merge, (-(-total // rows), 1, 1), args, constants, {"num_warps": 4})
+    pdl = follows(call)
+    constants = {"PARTS": parts, "R": rows, "DV": wide, "PDL": pdl}
+    return Launch(attention_merge, (-(-total // rows), 1, 1), args, constants, {"num_warps": 4}, pdl=pdl)
+
+
+def follows(call: Call) -> bool:
+    """Whether the launch that merges may start while parts are still at work: it waits itself, as they say early."""
+    return call.device.kind == "cuda" and call.device.sm >= 90

@@ -101,6 +101,25 @@ def seers(
 
 
 @triton.jit
+def rates(top, factor):
+    """(what scores are multiplied by, what is subtracted then) of rows whose largest scores are `top`: one multiply-add
+    a score.
+
+    The product of `top` is rounded to half an ulp, so that the largest weight is exp2 of that instead of 1: below 2^26,
+    where an ulp is 4 at most, between 1/4 and 4. All weights of a row are off by that factor, which their sum takes
+    out.
+    Beyond, it may be exp2 of some hundred. There the rate is a power of 2, not below the factor, by which no product is
+    rounded. Weights beside the largest then come out smaller; but scores so large are equal, or apart by so much that
+    they are nothing, or rounding decides what they weigh.
+    """
+    level = top * factor
+    bits = tl.cast(factor, tl.float32).to(tl.int32, bitcast=True)
+    power = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    rate = tl.where(tl.abs(level) < 67108864.0, factor, power)
+    return rate, top * rate
+
+
+@triton.jit
 def kept(seed, offset, rows, first, limit, N: tl.constexpr):
     """Which weights [M, N] of mask rows `rows` and columns from `first` (a multiple of 4) on stay."""
     low = offset + first // 4 + tl.arange(0, N // 4)[None, :]

@@ -87,8 +87,9 @@ def enough_keys(call: Call) -> Iterable[Reason]:
 
 
 def heads_alike(call: Call) -> Iterable[Reason]:
-    if call.q.shape[-2] != call.k.shape[-2]:
-        yield Reason("k", f"{call.k.shape[-2]} heads, while q has {call.q.shape[-2]}; takes as many")
+    """One head of keys stands for all as a view; of several a view cannot repeat each."""
+    if call.k.shape[-2] not in (1, call.q.shape[-2]):
+        yield Reason("k", f"{call.k.shape[-2]} heads, while q has {call.q.shape[-2]}; takes as many, or one")
 
 
 def half(call: Call) -> Iterable[Reason]:
@@ -171,7 +172,7 @@ def cpu_backward(
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) -> list[Tensor | None]:
     """Memory-efficient attention (Rabe and Staats, 2021), as xFormers has it. Its lse is padded to whole tiles."""
-    a, b, c = _swap(q, k, v)
+    a, b, c = _swap(q, *(t.expand(-1, -1, q.shape[2], -1) for t in (k, v)))
     found, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         a, b, c, None, True, 0.0, o["causal"], scale=scale_of(o["scale"], q.shape[-1])
     )
@@ -179,7 +180,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) 
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, *_: Any, saving: bool, **o: Any) -> list[Tensor | None]:
-    """cuDNN's, which has lse as [B, H, S, 1]."""
+    """cuDNN's, which has lse as [B, H, S, 1], and takes fewer heads of keys than of queries as they are."""
     a, b, c = _swap(q, k, v)
     found, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         a, b, c, None, True, 0.0, o["causal"], False, scale=scale_of(o["scale"], q.shape[-1])
