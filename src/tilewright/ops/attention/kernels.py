@@ -35,7 +35,7 @@ def _many_queries(call: Call) -> Iterable[Reason]:
         yield Reason("q", f"{queries} queries; takes {TILE // 2} and more", "use the one without label")
 
 
-_CUDNN = (vendor.head_dims(128), vendor.no_window, vendor.no_mask, vendor.top_left)
+_CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
 _CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)
@@ -52,8 +52,8 @@ VENDOR_KERNELS = [
         preference=place,
     )
     for place, label, suffix, device, dtypes, deterministic, limits in (
-        (10, "cudnn", "", cuda(90), HALVES, True, _CUDNN),
-        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (*_CUDNN, vendor.half)),
+        (10, "cudnn", "", cuda(90), HALVES, True, (vendor.head_dims(256), *_CUDNN)),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half)),
         (11, "flash", "", cuda(80), HALVES, True, _FLASH),
         (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half)),
         (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),

@@ -192,7 +192,8 @@ def cudnn_backward(
     do: Tensor, dlse: None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *_: Any,
     needs: tuple[bool, bool, bool], saving: bool, **options: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    a, b, c, d, e = _swap(do, q, k, v, o)
+    # torch keeps what it has compiled by the strides of q, k and v alone: with others of do it would read as before.
+    a, b, c, d, e = _swap(do.contiguous(), q, k, v, o.contiguous())
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     found = _aten._scaled_dot_product_cudnn_attention_backward(
         a, b, c, d, e, lse.unsqueeze(-1), none, none, None, None, None, q.shape[1], k.shape[1], 0.0, options["causal"],
