@@ -199,6 +199,24 @@ def test_small_calls_pass_with_large_scores(sizes: tuple[int, int], dtype: torch
         assert not outcome.problems, (seed, outcome.problems)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_value_of_inf_is_seen_where_its_weight_is_nothing(causal: bool, dtype: torch.dtype, device: str) -> None:
+    """By a query that sees the key, though the weight is 0 in float32: 0 times Inf is NaN."""
+    q, k, v = made(1, 20, 20, heads=1, dtype=dtype)
+    do = torch.randn_like(q)
+    q.fill_(10.0)
+    k[:, 3], v[:, 3, :, 5] = -20.0, math.inf
+    options = {"causal": causal, "align": "top_left"}
+    inputs = upstream(q, k, v, {}, options, do)
+    _, dk, dv = gradients(inputs, options, device)
+    op = registry.op("attention_backward")
+    known = truth_of(op, inputs, {**op.usual, **options}, False).baseline
+    for found, n in ((dk, "dk"), (dv, "dv")):
+        assert known[n] is not None and torch.equal(found.isfinite(), known[n].isfinite()), n  # type: ignore[union-attr]
+    assert not dk[0, 3].isfinite().any()
+
+
 # The room of fp16 -----------------------------------------------------------------------------------------------------
 
 

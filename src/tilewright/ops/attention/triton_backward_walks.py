@@ -85,7 +85,7 @@ def walk_queries(
             power = stat_of(stats, number, first, inside, M)
             low, high = seen_by(rows, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
                                 BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
-            high = tl.where(inside, high, 0)
+            high = tl.where(inside & (power != float("inf")), high, 0)
             seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
             if mask is not None:
                 where = mask + which * mask_head + (rows.to(tl.int64) * mask_row)[None, :]
@@ -119,7 +119,7 @@ def walk_queries(
             else:
                 ds = -p * shift[None, :]
             if MASKED:
-                ds = tl.where(p == 0.0, 0.0, ds)  # 0 times what a query that sees nothing may hold is not 0
+                ds = tl.where(seen, ds, 0.0)  # 0 times what a query that sees nothing may hold is not 0
             narrow = ds.to(mine.dtype)
         # JOINT: nothing is worked out between these, for what is written to a register while a product reads others
         # makes the compiler wait for that product. It takes more registers.
@@ -139,6 +139,8 @@ def walk_keys(
 ):  # fmt: skip
     """dq from `count` tiles of keys: `split` from key `begin` on, the others from `resume`, and none from `end` on.
     CLEAN where keys between may be seen by nobody, and hold anything."""
+    if MASKED:
+        inside = inside & (power != float("inf"))  # of a row that sees nothing, though scores of -Inf are there
     for turn in tl.range(0, count):
         first = begin + turn * N
         if MASKED:
@@ -169,6 +171,6 @@ def walk_keys(
         else:
             ds = -p * shift[:, None]
         if MASKED:
-            ds = tl.where(p == 0.0, 0.0, ds)
+            ds = tl.where(seen, ds, 0.0)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
     return dq
