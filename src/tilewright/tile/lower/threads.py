@@ -92,7 +92,7 @@ class Threads(Lowering):
         if access.scattered or access.type.lanes == 1 or access.stride != 1:
             return access
         item = view.dtype.itemsize
-        found = integers.gcd(view.align, self.divisor(access.index) * item, WIDEST, self.lanes * item)
+        found = integers.gcd(view.align or item, self.divisor(access.index) * item, WIDEST, self.lanes * item)
         return replace(access, layout=self.layout if self._one_place(name) else None, align=max(found, item))
 
     def _one_place(self, name: str) -> bool:
@@ -122,7 +122,7 @@ class Threads(Lowering):
         )
         rounds = static_size(space[along]) // self.width
         one_row = all(a == 1 for i, a in enumerate(space) if i != along)
-        self.row = size if static and one_row and rounds < ROUNDS else None
+        self.row = size if static and one_row and rounds <= ROUNDS else None
         if self.row is not None and isinstance(full, int):
             if full:
                 var = self.fresh("q")
