@@ -89,11 +89,14 @@ class Threads(Lowering):
     def _proven(self, access: Load | Store) -> Load | Store:
         name = access.memory[2:]
         view = self.program.views[name]
-        if access.scattered or access.type.lanes == 1 or access.stride != 1:
+        if access.scattered or access.type.lanes == 1:
             return access
+        layout = self.layout if self._one_place(name) else None
+        if access.stride != 1:
+            return replace(access, layout=layout)
         item = view.dtype.itemsize
         found = integers.gcd(view.align or item, self.divisor(access.index) * item, WIDEST, self.lanes * item)
-        return replace(access, layout=self.layout if self._one_place(name) else None, align=max(found, item))
+        return replace(access, layout=layout, align=max(found, item))
 
     def _one_place(self, name: str) -> bool:
         """Whether all that may touch this memory does so at one index, each element by one thread."""
