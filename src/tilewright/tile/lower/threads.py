@@ -188,8 +188,13 @@ class Threads(Lowering):
         op = operation(acc.node.attrs["combine"])
         mask = 1
         while mask < count:
-            other = self.let(depth, type, "shuffle_xor", total, mask)
-            total = self.let(depth, type, op, total, other, operands=type, line=acc.node.line)
+            pair = total, self.let(depth, type, "shuffle_xor", total, mask)
+            if op in ("max", "min") and type.dtype.floating:  # of 0 and -0 the second: it must be the same for both
+                bit = self.let(0, COUNT, "and", self.tid, mask)
+                lower = self.let(0, Type(boolean), "eq", bit, 0, operands=COUNT)
+                first, second = (self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1]))
+                pair = first, second
+            total = self.let(depth, type, op, *pair, operands=type, line=acc.node.line)
             mask *= 2
         return total
 
