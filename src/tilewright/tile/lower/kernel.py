@@ -35,6 +35,7 @@ def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Fun
     function = made.function
     function.parameters = sorted(made.parameters.values(), key=lambda p: (p.kind != "pointer", p.kind == "builtin"))
     function.read_only = frozenset(set(program.views) - program.written())
+    function.inplace = program.inplace
     verify(function)
     return function
 
