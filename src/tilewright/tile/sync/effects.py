@@ -98,8 +98,8 @@ def _memories(function: Function) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number in written}
 
 
-Residue = tuple[int, dict[str, int]]
-"""A constant and multiples of names."""
+Terms = dict[tuple[str, str], int]
+"""A sum: multiples of names, or of 1 (""), each perhaps times a unit, which is another name that never changes."""
 
 
 class _Residues:
@@ -107,6 +107,7 @@ class _Residues:
 
     def __init__(self, function: Function, uniform: Uniform) -> None:
         self.threads, self.uniform = function.threads, uniform
+        self.units = {p.name for p in function.parameters if p.kind == "stride"}
         self.loops: dict[str, For] = {}
         self.moving: set[str] = set()
         """Names that may have another value when they are met again."""
@@ -115,7 +116,7 @@ class _Residues:
     def _scan(self, body: Iterable[Statement], *, within: bool) -> None:
         for s in body:
             name = s.var if isinstance(s, For) else getattr(s, "name", None)
-            if name is not None and (within or isinstance(s, For) or not isinstance(s, (Let, Load))):
+            if name is not None and (within or not isinstance(s, (Let, Load))):
                 self.moving.add(name)
             if isinstance(s, For):
                 self.loops[s.var] = s
@@ -123,43 +124,62 @@ class _Residues:
                 self._scan(s.body, within=within or isinstance(s, For))
 
     def alike(self, a: Load | Store, b: Load | Store) -> bool:
-        """Whether an element that both touch is touched by one thread, whenever each of them is done."""
-        if a.scattered or b.scattered or a.type.lanes != b.type.lanes or a.stride != b.stride:
+        """Whether an element that both touch is touched by one thread, whenever each of them is done: thread t has
+        those at base + t * step, the bases differ by multiples of what all threads have, and no thread has others'."""
+        if a.scattered or b.scattered or a.type.lanes != b.type.lanes or (a.type.lanes > 1 and a.stride != b.stride):
             return False
-        if not isinstance(a.stride, int) or a.stride < 1:
+        first, second = (self._terms(s.index, 1) for s in (a, b))
+        own = {key: times for key, times in first.items() if key[1] in self.uniform.tid}
+        if len(own) != 1:
             return False
-        step = a.type.lanes * (a.stride if a.type.lanes > 1 else 1)
+        ((unit, _), step), lanes = next(iter(own.items())), a.type.lanes
+        one = step == lanes * a.stride if isinstance(a.stride, int) and not unit else (step, unit) == (lanes, a.stride)
+        if step < 1 or not (one or lanes == 1):
+            return False
         period = self.threads * step
-        found = [self._sum(s.index, 1, period) for s in (a, b)]
-        for _, names in found:
-            if sum(names.pop(t, 0) for t in self.uniform.tid) != step % period:
-                return False
-        return found[0] == found[1] and not any(n in self.moving or self.uniform.bits(n) for n in found[0][1])
+        left = [self._modulo(t, unit, period) for t in (first, second)]
+        names = [name for _, name in left[0] if name not in self.uniform.tid]
+        return left[0] == left[1] and not any(n in self.moving or self.uniform.bits(n) for n in names)
 
-    def _sum(self, operand: Operand, times: int, period: int) -> Residue:
-        """`times` an integer, modulo `period`."""
-        if times % period == 0:
-            return 0, {}
+    def _terms(self, operand: Operand, times: int, unit: str = "") -> Terms:
+        """`times` an integer."""
         if not isinstance(operand, str):
-            return int(operand) * times % period, {}
-        made, loop = self.uniform.lets.get(operand), self.loops.get(operand)
-        if loop is not None and isinstance(loop.step, int) and loop.step * times % period == 0 and not loop.any_step:
-            return self._sum(loop.lo, times, period)
+            return {(unit, ""): int(operand) * times} if operand else {}
+        made = self.uniform.lets.get(operand)
         if made is not None and made.op in ("add", "sub"):
-            first = self._sum(made.args[0], times, period)
-            second = self._sum(made.args[1], times if made.op == "add" else -times, period)
-            names = {n: (first[1].get(n, 0) + second[1].get(n, 0)) % period for n in {**first[1], **second[1]}}
-            return (first[0] + second[0]) % period, {n: c for n, c in names.items() if c}
-        if made is not None and made.op in ("mul", "shl", "and"):
+            minus = times if made.op == "add" else -times
+            return _added(self._terms(made.args[0], times, unit), self._terms(made.args[1], minus, unit))
+        if made is not None and made.op == "mul":
             for one, by in (made.args, made.args[::-1]):
-                if isinstance(by, int) and made.op == "mul":
-                    return self._sum(one, times * by, period)
-            last = made.args[1]
-            if isinstance(last, int) and made.op == "shl" and last >= 0:
-                return self._sum(made.args[0], times << last, period)
-            if isinstance(last, int) and made.op == "and" and (last & -last) * times % period == 0:
-                return 0, {}  # the low bits are cleared
-        return 0, {operand: times % period}
+                if isinstance(by, int):
+                    return self._terms(one, times * by, unit)
+                if by in self.units and not unit:
+                    return self._terms(one, times, str(by))
+        return {(unit, operand): times}
+
+    def _modulo(self, terms: Terms, unit: str, period: int) -> Terms:
+        """What is left of those with this unit: not what a loop's steps are multiples of, nor where low bits are 0."""
+        found: Terms = {}
+        waiting = list(terms.items())
+        while waiting:
+            (mine, name), times = waiting.pop()
+            if mine != unit:
+                found = _added(found, {(mine, name): times})
+                continue
+            loop, made = self.loops.get(name), self.uniform.lets.get(name)
+            if loop is not None and isinstance(loop.step, int) and not loop.step * times % period and not loop.any_step:
+                waiting += self._terms(loop.lo, times, unit).items()
+                continue
+            last = made.args[1] if made is not None and made.op == "and" else 0
+            if not (isinstance(last, int) and last and not (last & -last) * times % period):
+                found = _added(found, {(mine, name): times % period})
+        return {key: times % period if key[0] == unit else times for key, times in found.items() if times % period
+                or key[0] != unit}  # fmt: skip
+
+
+def _added(a: Terms, b: Terms) -> Terms:
+    found = {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}
+    return {key: times for key, times in found.items() if times}
 
 
 def apart(function: Function) -> Function:
