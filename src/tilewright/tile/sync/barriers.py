@@ -53,10 +53,11 @@ def insert(function: Function) -> Function:
         place, conflict = min(places, key=lambda p: (-p[0].loops, order[id(p[0].statement)]))
         at = place.index
         before = place.body[at - 1] if at else None
+        access, other = conflict.after, conflict.before
         if isinstance(before, Barrier) and conflict.scope in (before.scope, "warp"):
-            raise LowerError(f"{conflict.after.statement.memory}: a {conflict.after} needs a barrier after a "
-                             f"{conflict.before}, where not all threads come", conflict.after.statement.line)  # fmt: skip
-        why = f"{conflict.after.statement.memory}: {conflict.before}, then {conflict.after}"
+            raise LowerError(f"{access.statement.memory}: a barrier is needed between a {other} and a {access}, where "
+                             "not all threads come", access.statement.line)  # fmt: skip
+        why = f"{access.statement.memory}: {other}, then {access}"
         place.body.insert(at, Barrier(conflict.scope, why))
     _thin(made, effects, made.body)
     return made

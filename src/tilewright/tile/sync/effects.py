@@ -6,6 +6,7 @@ or because their addresses deal elements to threads alike. Where barriers go is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -77,7 +78,7 @@ class Effects:
             except TileError:  # of periods that differ
                 return most
             return "" if found <= Conversion.SELECT else "warp" if found == Conversion.SHUFFLE else most
-        return "" if one.memory == other.memory and self._residues.alike(one, other) else most
+        return "" if one.memory == other.memory and self._residues.alike(a, b) else most
 
     def differs(self, compound: For | If, scope: str) -> bool:
         """Whether a barrier of this scope may not stand inside, since some threads might not come there."""
@@ -98,6 +99,8 @@ def _memories(function: Function) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number in written}
 
 
+ANY = 1 << 62
+"""As many as there may be."""
 Terms = dict[tuple[str, str], int]
 """A sum: multiples of names, or of 1 (""), each perhaps times a unit, which is another name that never changes."""
 
@@ -123,23 +126,88 @@ class _Residues:
             if isinstance(s, (For, If)):
                 self._scan(s.body, within=within or isinstance(s, For))
 
-    def alike(self, a: Load | Store, b: Load | Store) -> bool:
+    def alike(self, a: Access, b: Access) -> bool:
         """Whether an element that both touch is touched by one thread, whenever each of them is done: thread t has
-        those at base + t * step, the bases differ by multiples of what all threads have, and no thread has others'."""
-        if a.scattered or b.scattered or a.type.lanes != b.type.lanes or (a.type.lanes > 1 and a.stride != b.stride):
+        those at base + t * step, the bases differ by multiples of what all threads have, and no thread has others'.
+        Loops that count rows may move the base, if no row reaches into the next."""
+        one, other = a.statement, b.statement
+        lanes, stride = one.type.lanes, one.stride
+        if one.scattered or other.scattered or other.type.lanes != lanes or (lanes > 1 and other.stride != stride):
             return False
-        first, second = (self._terms(s.index, 1) for s in (a, b))
-        own = {key: times for key, times in first.items() if key[1] in self.uniform.tid}
+        terms = [self._terms(s.index, 1) for s in (one, other)]
+        own = {key: times for key, times in terms[0].items() if key[1] in self.uniform.tid}
         if len(own) != 1:
             return False
-        ((unit, _), step), lanes = next(iter(own.items())), a.type.lanes
-        one = step == lanes * a.stride if isinstance(a.stride, int) and not unit else (step, unit) == (lanes, a.stride)
-        if step < 1 or not (one or lanes == 1):
+        ((unit, _), step) = next(iter(own.items()))
+        dense = step == lanes * stride if isinstance(stride, int) and not unit else (step, unit) == (lanes, stride)
+        if step < 1 or not (dense or lanes == 1):
             return False
         period = self.threads * step
-        left = [self._modulo(t, unit, period) for t in (first, second)]
-        names = [name for _, name in left[0] if name not in self.uniform.tid]
-        return left[0] == left[1] and not any(n in self.moving or self.uniform.bits(n) for n in names)
+        rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, unit, period)} for t in terms]
+        inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
+        left = [self._modulo(t, unit, period) for t in inner]
+        if left[0] != left[1] or any(self._varies(name) for _, name in left[0]):
+            return False
+        digits = [self._digits(x, r, t) for x, r, t in zip((a, b), rows, inner, strict=True)]
+        return not any(rows) or (digits[0] is not None and digits[0] == digits[1])
+
+    def _varies(self, name: str) -> bool:
+        return name not in self.uniform.tid and (name in self.moving or self.uniform.bits(name) != 0)
+
+    def _counts_rows(self, key: tuple[str, str], times: int, unit: str, period: int) -> bool:
+        loop = self.loops.get(key[1])
+        return loop is not None and bool(key[0] != unit or loop.any_step or _plain(loop.step) * times % period)
+
+    def _digits(self, access: Access, rows: Terms, inner: Terms) -> tuple[list[int], Terms] | None:
+        """What each row counter is worth, if what it counts is too small to reach the next; and what never changes."""
+        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and not self._varies(k[1])}
+        reach = self._reach(access, {k: n for k, n in inner.items() if k not in fixed})
+        worth = []
+        for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
+            loop = self.loops[name]
+            lo, hi, step = _plain(loop.lo), _plain(loop.hi), _plain(loop.step)
+            if reach is None or unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
+                return None
+            reach += (hi - 1) // step * step * times if hi > 0 else ANY
+            worth.append(times * step)
+        return worth, fixed
+
+    def _reach(self, access: Access, local: Terms) -> int | None:
+        """How many elements from its base on an access may touch at most; what is added to the base is `local`."""
+        s = access.statement
+        if not isinstance(s.stride, int) or s.stride < 1:
+            return None
+        parts = [None if unit else self._most(name, times) for (unit, name), times in local.items()]
+        if None in parts:
+            return None
+        most = sum(p for p in parts if p is not None)
+        beyond = (s.type.lanes - 1) * s.stride + 1
+        for compound in access.path:
+            test = self.uniform.lets.get(str(compound.condition)) if isinstance(compound, If) else None
+            if test is not None and test.op == "lt" and self._terms(test.args[0], 1) == local:
+                size, grain = test.args[1], math.gcd(*local.values())
+                if isinstance(size, int) and size > 0:
+                    most = (size - 1) // grain * grain
+                    if s.count is not None and s.stride == 1 and self._left(s.count, local, size):
+                        beyond = size - most
+        return most + beyond
+
+    def _most(self, name: str, times: int) -> int | None:
+        """The most that a term may be; None where it may be negative."""
+        if times < 0:
+            return None
+        if not name or name in self.uniform.tid:
+            return times * (self.threads - 1 if name else 1)
+        loop = self.loops.get(name)
+        if loop is None or _plain(loop.lo) < 0:
+            return None
+        return times * (loop.hi - 1) if isinstance(loop.hi, int) else ANY
+
+    def _left(self, count: Operand, local: Terms, size: int) -> bool:
+        """Whether a count is at most what is left below `size`."""
+        made = self.uniform.lets.get(str(count))
+        rest = self.uniform.lets.get(str(made.args[0])) if made is not None and made.op == "min" else None
+        return rest is not None and rest.op == "sub" and rest.args[0] == size and self._terms(rest.args[1], 1) == local
 
     def _terms(self, operand: Operand, times: int, unit: str = "") -> Terms:
         """`times` an integer."""
@@ -175,6 +243,11 @@ class _Residues:
                 found = _added(found, {(mine, name): times % period})
         return {key: times % period if key[0] == unit else times for key, times in found.items() if times % period
                 or key[0] != unit}  # fmt: skip
+
+
+def _plain(operand: Operand) -> int:
+    """A constant; of a name -1, as if it were one that fits nowhere."""
+    return -1 if isinstance(operand, str) else int(operand)
 
 
 def _added(a: Terms, b: Terms) -> Terms:
