@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tile_lockstep import Lockstep
 from tile_runs import copy_of, same
 
 from tilewright import tile
 from tilewright.tile import ViewType
-from tilewright.tile.ir.thread_ir import Load, Store
+from tilewright.tile.ir.thread_ir import Function, Load, Store
+from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lower.kernel import lower
-from tilewright.tile.oracle import generate
+from tilewright.tile.oracle import emulator, generate
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.schedule import Schedule
+from tilewright.tile.sync import barriers
+from tilewright.tile.sync.shared import arrange
+
+
+def emulate(function: Function, arguments: dict[str, Any], grid: tuple[int, ...], outputs: Any = ()) -> None:
+    """With barriers, and shared arrays in each other's place."""
+    made = barriers.insert(function)
+    verify(made)
+    emulator.run(made, arguments, grid, outputs=outputs, arena=arrange(made).offsets)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -27,14 +35,10 @@ def test_random_programs_agree_bit_for_bit(seed: int) -> None:
     schedule = Schedule(*((32, 1, 4), (64, 1, 2), (128, 1, 1), (32, 4, 8))[seed % 4])
     wanted = {n: copy_of(v) for n, v in found.arguments.items()}
     mine = {n: copy_of(v) for n, v in found.arguments.items()}
-    for name in found.outputs:
-        mine[name][...] = np.frombuffer(b"\xff" * mine[name].itemsize, mine[name].dtype)[0]
     order = Order(schedule.vector, 1, 16, schedule.threads)
     run(found.program, wanted, found.grid, outputs=found.outputs, order=order)
-    function = lower(found.program, schedule.vector, schedule)
-    for pid in itertools.product(*map(range, found.grid)):
-        Lockstep(function, mine, pid, found.grid).run()
-    for name in function.read_only ^ set(found.types):
+    emulate(lower(found.program, schedule.vector, schedule), mine, found.grid, found.outputs)
+    for name in found.types:
         assert same(mine[name], wanted[name], found.types[name]), name
 
 
@@ -72,8 +76,7 @@ def test_a_fused_norm_agrees_bit_for_bit(threads: int, width: int, known: int | 
     run(program, wanted, (2,), order=Order(8, 1, 16, threads))
     run(program, other, (2,), order=Order(8, 1, 16, 2 * threads))
     function = lower(program, 8, schedule)
-    for row in range(2):
-        Lockstep(function, mine, (row, 0, 0), (2, 1, 1)).run()
+    emulate(function, mine, (2,))
     for name in ("h", "y", "s"):
         assert np.array_equal(mine[name].view(np.uint8), wanted[name].view(np.uint8)), name
     if width == 3000:

@@ -29,7 +29,7 @@ from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place
 from tilewright.tile.lower.kernel import COUNT, Lowering
-from tilewright.tile.lower.phases import Plan, injective
+from tilewright.tile.lower.phases import Plan, counting, injective
 from tilewright.tile.lower.reduce import BLOCK, Accumulator, operation
 from tilewright.tile.lower.reduce import blocked as in_blocks
 from tilewright.tile.schedule import WIDEST, Schedule
@@ -99,16 +99,17 @@ class Threads(Lowering):
         return replace(access, layout=layout, align=max(found, item))
 
     def _one_place(self, name: str) -> bool:
-        """Whether all that may touch this memory does so at one index, each element by one thread."""
+        """Whether all that may touch this memory does so at one index, each element by one thread. What counts along
+        the threads must not move in a loop, where an element would go from one thread to another."""
         found = [
             e for e in self.program.effects()
             if e.op in ("load", "store") and self.program.may_meet(name, e.attrs["view"])
         ]  # fmt: skip
-        rank = self.program.views[name].rank
-        first = found[0]
-        return all(e.args[:rank] == first.args[:rank] and e.shape == first.shape for e in found) and injective(
-            first.args[:rank], first.shape
-        )
+        rank, first = self.program.views[name].rank, found[0]
+        index = first.args[:rank]
+        together = all(e.args[:rank] == index and e.shape == first.shape for e in found)
+        steady = all(a.region is self.program.body for a in counting(index, first.shape))
+        return together and steady and injective(index, first.shape)
 
     # Chunks ---------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Barrier, For, Function, If, Statement
 from tilewright.tile.sync.effects import Access, Effects, apart
 
-Pending = dict[Access, bool]
-"""Accesses since the last barrier of the block, and whether one of the warp came after."""
+Pending = dict[tuple[Access, frozenset[str]], bool]
+"""Accesses since the last barrier of the block, each with the loops around it, by counter, that have gone on since; and
+whether a barrier of the warp came after."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ class _Flow:
             elif isinstance(s, For):
                 pending = self.loop(s, pending)
             elif (access := self.effects.of.get(id(s))) is not None:
-                for other, parted in pending.items():
-                    scope = self.effects.needs(other, access)
+                for (other, gone_on), parted in pending.items():
+                    scope = self.effects.needs(other, access, bool(gone_on))
                     if scope == "block" or (scope == "warp" and not parted):
                         self.found[other, access] = Conflict(other, access, scope)
-                pending = {**pending, access: False}
+                pending = {**pending, (access, frozenset()): False}
         return pending
 
     def loop(self, s: For, pending: Pending) -> Pending:
@@ -97,12 +98,16 @@ class _Flow:
         head = pending
         while True:
             after = self.body(s.body, head)
-            more = _joined(head, after)
+            around = {(a, on | {s.var} if any(c is s for c in a.path) else on): p for (a, on), p in after.items()}
+            more = _joined(head, around)
             if more == head:
                 break
             head = more
         surely = isinstance(s.lo, int) and isinstance(s.hi, int) and s.lo < s.hi and s.step != 0 and not s.any_step
-        return after if surely else head
+        left: Pending = {}
+        for (access, loops), parted in (after if surely else head).items():
+            left = _joined(left, {(access, loops - {s.var}): parted})
+        return left
 
 
 def _joined(a: Pending, b: Pending) -> Pending:

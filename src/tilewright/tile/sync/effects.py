@@ -42,7 +42,7 @@ class Effects:
         self.of: dict[int, Access] = {}
         self.memories = _memories(function)
         self._residues = _Residues(function, self.uniform)
-        self._needs: dict[tuple[int, int], str] = {}
+        self._needs: dict[tuple[int, int, bool], str] = {}
         self._collect(function.body, (), None)
 
     def _collect(self, body: Iterable[Statement], path: tuple[For | If, ...], owner: Operand | None) -> None:
@@ -58,16 +58,20 @@ class Effects:
         is_one = test is not None and test.op == "eq" and test.args[0] in self.uniform.tid
         return test.args[1] if test is not None and is_one and self.uniform.bits(test.args[1]) == 0 else None
 
-    def needs(self, a: Access, b: Access) -> str:
-        """The scope of the barrier between an access and a later one: "" for none, "warp" or "block"."""
+    def needs(self, a: Access, b: Access, again: bool) -> str:
+        """The scope of the barrier between an access and a later one: "" for none, "warp" or "block".
+
+        Args:
+            again: a loop around both has gone on to another iteration in between.
+        """
         if not (a.writes or b.writes) or self.memories[a.statement.memory] != self.memories[b.statement.memory]:
             return ""
-        key = (id(a), id(b))
+        key = (id(a), id(b), again)
         if key not in self._needs:
-            self._needs[key] = self._scope(a, b)
+            self._needs[key] = self._scope(a, b, again)
         return self._needs[key]
 
-    def _scope(self, a: Access, b: Access) -> str:
+    def _scope(self, a: Access, b: Access, again: bool) -> str:
         most = "warp" if self.function.threads <= WARP else "block"
         if a.owner is not None and a.owner == b.owner:
             return ""
@@ -78,7 +82,7 @@ class Effects:
             except TileError:  # of periods that differ
                 return most
             return "" if found <= Conversion.SELECT else "warp" if found == Conversion.SHUFFLE else most
-        return "" if one.memory == other.memory and self._residues.alike(a, b) else most
+        return "" if one.memory == other.memory and self._residues.alike(a, b, again) else most
 
     def differs(self, compound: For | If, scope: str) -> bool:
         """Whether a barrier of this scope may not stand inside, since some threads might not come there."""
@@ -126,10 +130,10 @@ class _Residues:
             if isinstance(s, (For, If)):
                 self._scan(s.body, within=within or isinstance(s, For))
 
-    def alike(self, a: Access, b: Access) -> bool:
-        """Whether an element that both touch is touched by one thread, whenever each of them is done: thread t has
-        those at base + t * step, the bases differ by multiples of what all threads have, and no thread has others'.
-        Loops that count rows may move the base, if no row reaches into the next."""
+    def alike(self, a: Access, b: Access, again: bool) -> bool:
+        """Whether an element that both touch is touched by one thread: thread t has those at base + t * step, the
+        bases differ by multiples of what all threads have, and no thread has others'. Loops that count rows may move
+        the base, if no row reaches into the next. See `Effects.needs`."""
         one, other = a.statement, b.statement
         lanes, stride = one.type.lanes, one.stride
         if one.scattered or other.scattered or other.type.lanes != lanes or (lanes > 1 and other.stride != stride):
@@ -142,25 +146,30 @@ class _Residues:
         dense = step == lanes * stride if isinstance(stride, int) and not unit else (step, unit) == (lanes, stride)
         if step < 1 or not (dense or lanes == 1):
             return False
-        period = self.threads * step
-        rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, unit, period)} for t in terms]
+        dealt = _Dealt(unit, self.threads * step, set() if again else {c.var for c in _common(a, b)}, again)
+        rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, dealt)} for t in terms]
         inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
-        left = [self._modulo(t, unit, period) for t in inner]
-        if left[0] != left[1] or any(self._varies(name) for _, name in left[0]):
+        left = [self._modulo(t, dealt) for t in inner]
+        if left[0] != left[1] or any(self._varies(name, dealt) for _, name in left[0]):
             return False
-        digits = [self._digits(x, r, t) for x, r, t in zip((a, b), rows, inner, strict=True)]
+        digits = [self._digits(x, r, t, dealt) for x, r, t in zip((a, b), rows, inner, strict=True)]
         return not any(rows) or (digits[0] is not None and digits[0] == digits[1])
 
-    def _varies(self, name: str) -> bool:
-        return name not in self.uniform.tid and (name in self.moving or self.uniform.bits(name) != 0)
+    def _varies(self, name: str, dealt: _Dealt) -> bool:
+        if name in self.uniform.tid:
+            return False
+        return self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
 
-    def _counts_rows(self, key: tuple[str, str], times: int, unit: str, period: int) -> bool:
+    def _counts_rows(self, key: tuple[str, str], times: int, dealt: _Dealt) -> bool:
         loop = self.loops.get(key[1])
-        return loop is not None and bool(key[0] != unit or loop.any_step or _plain(loop.step) * times % period)
+        if loop is None or key[1] in dealt.steady:
+            return False
+        return bool(key[0] != dealt.unit or loop.any_step or _plain(loop.step) * times % dealt.period)
 
-    def _digits(self, access: Access, rows: Terms, inner: Terms) -> tuple[list[int], Terms] | None:
+    def _digits(self, access: Access, rows: Terms, inner: Terms, dealt: _Dealt) -> tuple[list[int], Terms] | None:
         """What each row counter is worth, if what it counts is too small to reach the next; and what never changes."""
-        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and not self._varies(k[1])}
+        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and k[1] not in self.loops
+                 and not self._varies(k[1], dealt)}  # fmt: skip
         reach = self._reach(access, {k: n for k, n in inner.items() if k not in fixed})
         worth = []
         for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
@@ -225,24 +234,38 @@ class _Residues:
                     return self._terms(one, times, str(by))
         return {(unit, operand): times}
 
-    def _modulo(self, terms: Terms, unit: str, period: int) -> Terms:
+    def _modulo(self, terms: Terms, dealt: _Dealt) -> Terms:
         """What is left of those with this unit: not what a loop's steps are multiples of, nor where low bits are 0."""
         found: Terms = {}
-        waiting = list(terms.items())
+        waiting, unit, period = list(terms.items()), dealt.unit, dealt.period
         while waiting:
             (mine, name), times = waiting.pop()
-            if mine != unit:
+            loop, made = self.loops.get(name), self.uniform.lets.get(name)
+            if mine != unit or name in dealt.steady:
                 found = _added(found, {(mine, name): times})
                 continue
-            loop, made = self.loops.get(name), self.uniform.lets.get(name)
             if loop is not None and isinstance(loop.step, int) and not loop.step * times % period and not loop.any_step:
                 waiting += self._terms(loop.lo, times, unit).items()
                 continue
             last = made.args[1] if made is not None and made.op == "and" else 0
             if not (isinstance(last, int) and last and not (last & -last) * times % period):
-                found = _added(found, {(mine, name): times % period})
-        return {key: times % period if key[0] == unit else times for key, times in found.items() if times % period
-                or key[0] != unit}  # fmt: skip
+                found = _added(found, {(mine, name): times})
+        return {key: rest for key, n in found.items() if (rest := n % period if key[0] == unit else n)}
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were."""
+
+    unit: str
+    period: int
+    steady: set[str]
+    again: bool
+
+
+def _common(a: Access, b: Access) -> list[For]:
+    """The loops around both."""
+    return [c for c in a.path if isinstance(c, For) and any(c is other for other in b.path)]
 
 
 def _plain(operand: Operand) -> int:

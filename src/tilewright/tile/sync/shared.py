@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Array, Barrier, For, Function, If, Load, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP
+from tilewright.tile.ir.thread_verify import SHARED_BYTES
 
 ALIGNMENT = 16
 """Bytes: as wide as the widest access."""
-PLAIN, MOST = 49152, 232448
-"""Bytes a block may have without asking, and by opting in when the kernel is loaded (compute capability 9.0)."""
+PLAIN = 49152
+"""Bytes a block may have without opting in when the kernel is loaded."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Arena:
     size: int
 
 
-def arrange(function: Function, limit: int = MOST) -> Arena:
+def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
     """A place for each shared array.
 
     Args:
