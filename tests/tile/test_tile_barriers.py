@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from test_tile_emulator import SHARED, TID, B, F, N, at
+from tile_threads import B, F, N, T, at, barriers, function, go, without_each
 
 from tilewright import tile
 from tilewright.ops.norm.tile import norm
@@ -22,7 +21,6 @@ from tilewright.tile.ir.thread_ir import (
     If,
     Let,
     Load,
-    Parameter,
     Statement,
     Store,
 )
@@ -35,42 +33,7 @@ from tilewright.tile.oracle import emulator, generate
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.sync.barriers import insert
-from tilewright.tile.sync.effects import apart
 from tilewright.tile.sync.shared import arrange
-
-T = 64
-
-
-def function(body: list[Statement], threads: int = T, arrays: tuple[Array, ...] = SHARED) -> Function:
-    views = [Parameter(f"p_{v}", "pointer", v, 0, float32) for v in "xy"]
-    trips = Parameter("a_n", "scalar", "n", 0, N.dtype)
-    return Function("k", 1, threads, 1, [*views, trips, TID], list(arrays), body, frozenset("x"))
-
-
-def go(made: Function, arena: Any = None, n: int = 3) -> np.ndarray:
-    y = np.zeros(4 * T, np.float32)
-    emulator.run(made, {"x": np.arange(4 * T, dtype=np.float32), "y": y, "n": n}, (1,), arena=arena)
-    return y
-
-
-def barriers(made: Function) -> list[Barrier]:
-    return [s for s in made.statements() if isinstance(s, Barrier)]
-
-
-def bodies(body: list[Statement]) -> Iterator[list[Statement]]:
-    yield body
-    for s in body:
-        if isinstance(s, (For, If)):
-            yield from bodies(s.body)
-
-
-def without_each(made: Function) -> Iterator[Function]:
-    for number in range(len(barriers(made))):
-        copy = apart(made)
-        found = [(body, i) for body in bodies(copy.body) for i, s in enumerate(body) if isinstance(s, Barrier)]
-        body, i = found[number]
-        del body[i]
-        yield copy
 
 
 def check(bare: Function, scopes: str) -> Function:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tile_runs import copy_of, same
+from tile_threads import SHARED, TID, B, F, N, at
 
 from tilewright.tile import RunError
-from tilewright.tile.dtypes import boolean, float32, int64
-from tilewright.tile.errors import Line, RaceError
+from tilewright.tile.dtypes import boolean, float32
+from tilewright.tile.errors import RaceError
 from tilewright.tile.ir.thread_ir import (
     Array,
     Barrier,
@@ -30,13 +31,6 @@ from tilewright.tile.oracle.emulator import run
 from tilewright.tile.oracle.interpreter import Order
 from tilewright.tile.oracle.interpreter import run as interpret
 
-F, N, B = Type(float32), Type(int64), Type(boolean)
-TID = Parameter("tid", "builtin", "thread", 0, int64)
-
-
-def at(number: int) -> Line:
-    return Line("k.py", number)
-
 
 def function(body: list[Statement], threads: int = 64, arrays: tuple[Array, ...] = (), lanes: int = 1) -> Function:
     views = [Parameter(f"p_{v}", "pointer", v, 0, float32) for v in "xy"]
@@ -48,9 +42,6 @@ def go(body: list[Statement], x: Any = 64, outputs: tuple[str, ...] = (), **how:
     y = np.zeros(256, np.float32)
     run(function(body, **how), {"x": x, "y": y}, (1,), outputs=outputs)
     return y
-
-
-SHARED = (Array("s", float32, 64, shared=True),)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_tile_barriers import function, go
-from test_tile_emulator import TID, B, F, N
+from tile_threads import TID, B, F, N, function, go
 
 from tilewright.tile import LowerError, VerifyError
 from tilewright.tile.dtypes import float32

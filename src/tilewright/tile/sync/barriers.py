@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Barrier, For, Function, If, Statement
+from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.sync.effects import Access, Effects, apart
 
 Pending = dict[tuple[Access, frozenset[str]], bool]
@@ -61,6 +62,7 @@ def insert(function: Function) -> Function:
         why = f"{access.statement.memory}: {other}, then {access}"
         place.body.insert(at, Barrier(conflict.scope, why))
     _thin(made, effects, made.body)
+    verify(made)
     return made
 
 
