@@ -15,7 +15,9 @@ from tilewright.tile.dtypes import float32
 from tilewright.tile.errors import RaceError
 from tilewright.tile.ir.thread_ir import (
     Array,
+    Assign,
     Barrier,
+    Declare,
     For,
     Function,
     If,
@@ -153,6 +155,15 @@ def test_an_owner_sees_what_it_wrote() -> None:
     check(function([first, mine[0], Load("u", F, "s", 0)]), "block")
     other = Let("g", B, "eq", ("tid", 1), operands=N)
     check(function([first, other, mine[0], If("g", [Load("u", F, "s", 0)])]), "block")
+
+
+def test_what_changes_is_no_proof_that_one_thread_is_meant() -> None:
+    """An owner that a loop moves on, and an index that is a variable."""
+    each = Let("f", B, "eq", ("tid", "k"), operands=N)
+    check(function([For("k", 0, 3, 1, [each, If("f", [Store("s", F, 0, 1.0)])])]), "block")
+    index = [Declare("v", N, 0), Let("i", N, "add", ("v", "tid")), Store("s", F, "i", 1.0), Assign("v", N, 1)]
+    body = [*index, Let("j", N, "add", ("v", "tid")), Load("u", F, "s", "j")]
+    check(function(body, arrays=(Array("s", float32, T + 1, shared=True),)), "block")
 
 
 def test_layouts_say_who_meets_whom() -> None:

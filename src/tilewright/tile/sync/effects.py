@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tilewright.tile.errors import TileError
-from tilewright.tile.ir.thread_ir import For, Function, If, Let, Load, Operand, Statement, Store
+from tilewright.tile.ir.thread_ir import Declare, For, Function, If, Let, Load, Operand, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP, Uniform
 from tilewright.tile.layout.convert import Conversion, classify
 
@@ -23,7 +23,7 @@ class Access:
 
     statement: Load | Store
     path: tuple[For | If, ...]
-    owner: Operand | None
+    owner: int | None
 
     @property
     def writes(self) -> bool:
@@ -45,7 +45,7 @@ class Effects:
         self._needs: dict[tuple[int, int, bool], str] = {}
         self._collect(function.body, (), None)
 
-    def _collect(self, body: Iterable[Statement], path: tuple[For | If, ...], owner: Operand | None) -> None:
+    def _collect(self, body: Iterable[Statement], path: tuple[For | If, ...], owner: int | None) -> None:
         for s in body:
             if isinstance(s, (Load, Store)) and s.memory in self.memories:
                 self.of[id(s)] = Access(s, path, owner)
@@ -53,10 +53,10 @@ class Effects:
                 mine = self._owner(s.condition) if isinstance(s, If) else None
                 self._collect(s.body, (*path, s), owner if mine is None else mine)
 
-    def _owner(self, condition: Operand) -> Operand | None:
+    def _owner(self, condition: Operand) -> int | None:
         test = self.uniform.lets.get(condition) if isinstance(condition, str) else None
-        is_one = test is not None and test.op == "eq" and test.args[0] in self.uniform.tid
-        return test.args[1] if test is not None and is_one and self.uniform.bits(test.args[1]) == 0 else None
+        one = test.args[1] if test is not None and test.op == "eq" and test.args[0] in self.uniform.tid else None
+        return one if isinstance(one, int) else None
 
     def needs(self, a: Access, b: Access, again: bool) -> str:
         """The scope of the barrier between an access and a later one: "" for none, "warp" or "block".
@@ -117,16 +117,19 @@ class _Residues:
         self.units = {p.name for p in function.parameters if p.kind == "stride"}
         self.loops: dict[str, For] = {}
         self.moving: set[str] = set()
-        """Names that may have another value when they are met again."""
+        """Names that have another value in the next iteration of a loop."""
+        self.variables: set[str] = set()
         self._scan(function.body, within=False)
 
     def _scan(self, body: Iterable[Statement], *, within: bool) -> None:
         for s in body:
-            name = s.var if isinstance(s, For) else getattr(s, "name", None)
-            if name is not None and (within or not isinstance(s, (Let, Load))):
-                self.moving.add(name)
-            if isinstance(s, For):
+            if isinstance(s, (Let, Load)) and within:
+                self.moving.add(s.name)
+            elif isinstance(s, Declare):
+                self.variables.add(s.name)
+            elif isinstance(s, For):
                 self.loops[s.var] = s
+                self.moving.add(s.var)
             if isinstance(s, (For, If)):
                 self._scan(s.body, within=within or isinstance(s, For))
 
@@ -158,7 +161,7 @@ class _Residues:
     def _varies(self, name: str, dealt: _Dealt) -> bool:
         if name in self.uniform.tid:
             return False
-        return self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
+        return name in self.variables or self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
 
     def _counts_rows(self, key: tuple[str, str], times: int, dealt: _Dealt) -> bool:
         loop = self.loops.get(key[1])
