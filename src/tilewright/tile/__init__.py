@@ -21,7 +21,7 @@ from tilewright.tile.dtypes import (
     uint8,
     uint32,
 )
-from tilewright.tile.errors import CompilerError, LowerError, RunError, TileError, TraceError, VerifyError
+from tilewright.tile.errors import CompilerError, LowerError, RaceError, RunError, TileError, TraceError, VerifyError
 from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
@@ -36,6 +36,7 @@ __all__ = [
     "Kernel",
     "LowerError",
     "Most",
+    "RaceError",
     "RunError",
     "TileError",
     "TraceError",

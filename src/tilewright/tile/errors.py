@@ -58,6 +58,11 @@ class RunError(TileError):
     """An interpreter saw a program do what it must not: read what nobody wrote, or beyond a tensor."""
 
 
+class RaceError(RunError):
+    """Threads of one instance touch the same memory, one of them writing, and no barrier orders them; or a barrier that
+    not all of them reach."""
+
+
 class CompilerError(TileError):
     """No C++ compiler, or it refused the generated source. `log` is what it said."""
 

@@ -158,7 +158,8 @@ class Array:
 
 @dataclass
 class Function:
-    """A lowered kernel. `threads` an instance, `instances` a block (more than one only where an instance is a warp)."""
+    """A lowered kernel. `threads` an instance, `instances` a block (more than one only where an instance is a warp).
+    `inplace`: pairs of views that may be the same memory."""
 
     name: str
     lanes: int
@@ -168,6 +169,7 @@ class Function:
     arrays: list[Array] = field(default_factory=list)
     body: list[Statement] = field(default_factory=list)
     read_only: frozenset[str] = frozenset()
+    inplace: frozenset[frozenset[str]] = frozenset()
 
     def statements(self) -> Iterator[Statement]:
         waiting = [iter(self.body)]

@@ -8,6 +8,7 @@ from tilewright.tile.ir.thread_ir import (
     Assign,
     Barrier,
     Declare,
+    For,
     Function,
     If,
     Let,
@@ -17,14 +18,17 @@ from tilewright.tile.ir.thread_ir import (
     Store,
     Type,
 )
+from tilewright.tile.ir.thread_uniform import WARP, Uniform
 
 SCRATCH_BYTES = 8 << 20
 """The most scratch that a thread may have."""
+SHARED_BYTES = 232448
+"""The most shared memory that any block may have (compute capability 9.0)."""
 
 
 def verify(function: Function) -> None:
     """Raises `VerifyError` at the first rule that is broken."""
-    total = sum(a.elements * a.dtype.itemsize for a in function.arrays)
+    total = sum(a.elements * a.dtype.itemsize for a in function.arrays if not a.shared)
     if total > SCRATCH_BYTES:
         raise VerifyError(f"{function.name}: {total} bytes of scratch a thread; at most {SCRATCH_BYTES}")
     names = [p.name for p in function.parameters] + [a.name for a in function.arrays]
@@ -33,6 +37,43 @@ def verify(function: Function) -> None:
     memories = {p.name for p in function.parameters if p.kind == "pointer"} | {a.name for a in function.arrays}
     scope = {p.name: Type(p.dtype) for p in function.parameters if p.kind != "pointer" and p.dtype is not None}
     _Scope(scope, memories, frozenset(), set(names)).block(function.body)
+    if function.threads > 1:
+        _threads(function)
+
+
+def _threads(function: Function) -> None:
+    """The rules of functions that several threads run."""
+    if function.threads & (function.threads - 1) or (function.instances > 1 and function.threads != WARP):
+        raise VerifyError(f"{function.name}: {function.threads} threads an instance, {function.instances} a block")
+    for a in function.arrays:  # `sync.shared` says whether all of them fit
+        if a.shared and (size := a.elements * a.dtype.itemsize) > SHARED_BYTES:
+            raise VerifyError(f"{function.name}: {a.name} has {size} bytes of shared memory; at most {SHARED_BYTES}")
+    _together(function, function.body, Uniform(function), 0)
+    for s in function.statements():
+        if isinstance(s, (Load, Store)) and s.layout is not None:
+            reg, threads = 1 << len(s.layout.reg), 1 << len(s.layout.lane) + len(s.layout.warp)
+            if (reg, threads) != (s.type.lanes, function.threads):
+                raise VerifyError(f"an access to {s.memory} by {function.threads} threads of {s.type.lanes} lanes has "
+                                  f"a layout of {threads} of {reg}", s.line)  # fmt: skip
+
+
+def _together(function: Function, body: list[Statement], uniform: Uniform, under: int) -> None:
+    """A barrier or a shuffle is reached by all threads that take part in it, or by none. `under`: what bits of the
+    thread's number decide whether one comes here."""
+    for s in body:
+        if isinstance(s, If):
+            _together(function, s.body, uniform, under | uniform.bits(s.condition))
+        elif isinstance(s, For):
+            _together(function, s.body, uniform, under | uniform.bits(s.lo, s.hi, s.step))
+        elif isinstance(s, Barrier) or (isinstance(s, Let) and s.op == "shuffle_xor"):
+            name = f"a barrier of the {s.scope}" if isinstance(s, Barrier) else f"the shuffle {s.name}"
+            block = isinstance(s, Barrier) and s.scope == "block"
+            if under if block else under & WARP - 1:
+                raise VerifyError(f"{function.name}: {name} is under a condition that differs from thread to thread")
+            if block and function.instances > 1:
+                raise VerifyError(f"{function.name}: a barrier of the block, which has {function.instances} instances")
+            if isinstance(s, Let) and not (isinstance(s.args[1], int) and 0 < s.args[1] < WARP):
+                raise VerifyError(f"{function.name}: {name} goes by {s.args[1]}, which leads out of the warp", s.line)
 
 
 class _Scope:
@@ -90,6 +131,8 @@ class _Scope:
             return None
         if s.op == "select" and i == 0:
             return None  # a mask, or one bool
+        if s.op == "shuffle_xor" and i == 1:
+            return None  # a mask
         if s.op in ("splat", "iota", "below", "fold", "cast", "bits"):
             return None
         return wanted
@@ -125,6 +168,9 @@ class _Scope:
                 self.use(operand, None, s.line)
         if s.count is not None and (s.type.lanes == 1 or s.mask is not None):
             raise VerifyError(f"an access to {s.memory} has a count and is a scalar or has a mask", s.line)
+        size = s.type.lanes * s.type.dtype.itemsize
+        if s.align and (size % s.align or s.align % s.type.dtype.itemsize):
+            raise VerifyError(f"an access to {s.memory} of {size} bytes is aligned to {s.align}", s.line)
         if isinstance(s, Load):
             self.define(s.name, s.type, s.line)
         else:

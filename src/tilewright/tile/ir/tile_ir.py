@@ -65,13 +65,15 @@ class ViewType:
     """What a kernel is compiled for of a tensor argument.
 
     `sizes`: for each axis its size, or the most it may have, or None. `unit`: the last axis is dense. `levels`: by
-    how many strides the first axis is stored: an axis of [4, 8] rows whose strides do not merge has two.
+    how many strides the first axis is stored: an axis of [4, 8] rows whose strides do not merge has two. `align`:
+    bytes that the address and the strides of all axes but the dense one are multiples of; 0 where only the dtype's are.
     """
 
     dtype: DType
     sizes: tuple[int | Most | None, ...]
     unit: bool = True
     levels: int = 1
+    align: int = 0
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, overload
 
 from tilewright.tile import dtypes
@@ -170,8 +170,7 @@ class Kernel:
     def _sizes(self, name: str, view: ViewType) -> ViewType:
         """The view without the sizes that the kernel may not ask for."""
         asked = self.static.get(name, ())
-        return ViewType(view.dtype, tuple(s if i in asked else None for i, s in enumerate(view.sizes)), view.unit,
-                        view.levels)  # fmt: skip
+        return replace(view, sizes=tuple(s if i in asked else None for i, s in enumerate(view.sizes)))
 
 
 @overload

@@ -10,29 +10,37 @@ from collections.abc import Callable
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Type
 from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
 from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
-from tilewright.tile.lower.reduce import BLOCK, UNROLL, Reductions, blocked
+from tilewright.tile.lower.reduce import BLOCK, Reductions, blocked
 from tilewright.tile.numbers import identity
+from tilewright.tile.schedule import Schedule
 
 COUNT = Type(int64)
 
 
-def lower(program: Program, lanes: int) -> Function:
-    """The program as what one CPU thread does for one instance, in vectors of `lanes` float32."""
-    made = _Lowering(program, Plan(program), lanes)
-    made.region(program.body)
+def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Function:
+    """The program as what one CPU thread does for one instance, in vectors of `lanes` float32; with a schedule, as what
+    each of its threads does, in the schedule's own vectors."""
+    if schedule is not None:
+        from tilewright.tile.lower.threads import lower_threads  # it derives from this
+
+        made: Lowering = lower_threads(program, schedule)
+    else:
+        made = Lowering(program, Plan(program), lanes)
+        made.region(program.body)
     function = made.function
     function.parameters = sorted(made.parameters.values(), key=lambda p: (p.kind != "pointer", p.kind == "builtin"))
     function.read_only = frozenset(set(program.views) - program.written())
+    function.inplace = program.inplace
     verify(function)
     return function
 
 
-class _Lowering(Reductions):
+class Lowering(Reductions):
     # Regions --------------------------------------------------------------------------------------------------------
 
     def region(self, region: Region) -> None:
@@ -104,9 +112,10 @@ class _Lowering(Reductions):
                     self.fill(node, array)
         for item in phase.items:
             if item.op == "var":
-                self.results_by_key[("cell", item.id)] = self.array(self.fresh("cell"), item.dtype, item.shape)
+                key = ("cell", item.id)
+                self.results_by_key[key] = self.room(key, "cell", item.dtype, item.shape)
         work = sorted([*phase.items, *phase.keep, *self._first_loads(phase)], key=lambda n: n.id)
-        unroll = UNROLL if inner else 1
+        unroll = self.unroll if inner else 1
 
         def body(place: Place, register: Operand) -> None:
             for item in dict.fromkeys(work):
@@ -174,9 +183,9 @@ class _Lowering(Reductions):
             raise LowerError("a reduction along an axis that is not the last leaves one number", node.line)
 
         def body(place: Place) -> None:
-            index, _, lane = self.offset(shape, place)
+            _, _, lane = self.offset(shape, place)
             type = Type(node.dtype, self.lanes if lane != 0 else 1)
-            self.put(len(self.blocks) - 1, Store(array, type, index, start))
+            self.store_array(array, type, shape, place, start)
 
         self.over(shape, body)
 
@@ -249,7 +258,7 @@ class _Lowering(Reductions):
             if not levels:
                 body(var)
             else:
-                with self.block_of_sums(UNROLL):
+                with self.block_of_sums(self.unroll):
                     beyond = self.let(depth + 1, COUNT, "add", var, step)
                     end = self.let(depth + 1, COUNT, "min", beyond, hi)
                     self._rounds(var, end, width, levels - 1, body)

@@ -225,11 +225,15 @@ class Memory(Emitter):
         self.function.arrays.append(Array(name, dtype, elements))
         return name
 
+    def room(self, key: object, prefix: str, dtype: DType, shape: Shape) -> str:
+        """Where a tile of the plan (a cell, or one that waits) lives: a scratch array."""
+        return self.array(self.fresh(prefix), dtype, shape)
+
     def array_of(self, node: Node) -> str:
         """The scratch array of a tile that waits."""
         key = ("array", node)
         if key not in self.results_by_key:
-            self.results_by_key[key] = self.array(self.fresh("s"), node.dtype, node.shape)
+            self.results_by_key[key] = self.room(key, "s", node.dtype, node.shape)
         return self.results_by_key[key]
 
     def cell(self, var: int) -> str:
@@ -254,11 +258,19 @@ class Memory(Emitter):
         return total, depth, lane
 
     def _array(self, name: str, node: Node, place: Place, depth: int) -> Value:
-        index, _, lane = self.offset(node.shape, place)
-        made = self.fresh()
+        _, _, lane = self.offset(node.shape, place)
         type = Type(node.dtype, self.lanes if lane != 0 else 1)
+        return Value(self.load_array(name, type, node.shape, place, depth), type, depth)
+
+    def load_array(self, name: str, type: Type, shape: Shape, place: Place, depth: int) -> str:
+        index, _, lane = self.offset(shape, place)
+        made = self.fresh()
         self.put(depth, Load(made, type, name, index, 1 if lane == 0 else lane))
-        return Value(made, type, depth)
+        return made
+
+    def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
+        index, _, lane = self.offset(shape, place)
+        self.put(len(self.blocks) - 1, Store(name, type, index, value, 1 if lane == 0 else lane))
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -286,7 +298,7 @@ class Memory(Emitter):
 
     def keep(self, name: str, dtype: DType, shape: Shape, value: Value, place: Place) -> None:
         """Write a value to a scratch array."""
-        index, _, lane = self.offset(shape, place)
+        _, _, lane = self.offset(shape, place)
         type = Type(dtype, self.lanes if lane != 0 else 1)
         operand = self.as_vector(value) if lane != 0 else value.operand
-        self.put(len(self.blocks) - 1, Store(name, type, index, operand, 1 if lane == 0 else lane))
+        self.store_array(name, type, shape, place, operand)

@@ -292,6 +292,11 @@ def _reduces(program: Program) -> dict[Region, list[Node]]:
     return found
 
 
+def counting(index: tuple[Node, ...], shape: Shape) -> list[Node]:
+    """The indices that count along an axis of a shape."""
+    return [node for node in index if _counts(node, len(shape)) is not None]
+
+
 def injective(index: tuple[Node, ...], shape: Shape) -> bool:
     """Whether different elements of a shape have different places: each axis counts along one index of its own."""
     free = [i for i, a in enumerate(shape) if a != 1]

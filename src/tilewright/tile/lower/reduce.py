@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.tile.dtypes import boolean, int64
-from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Load, Operand, Store, Type
+from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Operand, Type
 from tilewright.tile.ir.tile_ir import Node, Program, static_size
 from tilewright.tile.lower.elementwise import ZERO, Place, Value
 from tilewright.tile.lower.memory import Memory
@@ -47,6 +47,8 @@ def operation(combine: str) -> str:
 
 class Reductions(Memory):
     """An emitter that folds. `accumulators`: those of the loop nest that is open."""
+
+    unroll = UNROLL
 
     def __init__(self, program: Program, plan: Plan, lanes: int) -> None:
         super().__init__(program, plan, lanes)
@@ -113,10 +115,15 @@ class Reductions(Memory):
             ]
         scalar = Type(node.dtype)
         total = self.let(inner, scalar, "fold", parts[0], operands=type, mode=node.attrs["combine"], line=node.line)
+        total = self.across_threads(acc, total)
         if is_scalar(node.shape):
             self.results[node] = Value(total, scalar, inner)
         else:
             self.keep(self.results[node], node.dtype, node.shape, Value(total, scalar, inner), self.rest(node, place))
+
+    def across_threads(self, acc: Accumulator, total: str) -> str:
+        """The fold of what each thread has: here there is one thread."""
+        return total
 
     def rest(self, node: Node, place: Place) -> Place:
         """The place in a reduction's result."""
@@ -152,18 +159,17 @@ class Reductions(Memory):
     def add_across(self, node: Node, arrays: list[str], where: Place) -> None:
         """Add each array to the next, and start it again."""
         for part, total in itertools.pairwise(arrays):
-            index, _, lane = self.offset(node.shape, where)
-            type, name, inner = Type(node.dtype, self.lanes if lane != 0 else 1), self.fresh(), len(self.blocks) - 1
-            self.put(inner, Load(name, type, part, index))
+            _, _, lane = self.offset(node.shape, where)
+            type, inner = Type(node.dtype, self.lanes if lane != 0 else 1), len(self.blocks) - 1
+            name = self.load_array(part, type, node.shape, where, inner)
             self._fold_into(node, total, Value(name, type, inner), where)
-            self.put(inner, Store(part, type, index, identity(node.attrs["combine"], node.dtype)))
+            self.store_array(part, type, node.shape, where, identity(node.attrs["combine"], node.dtype))
 
     def _fold_into(self, node: Node, name: str, value: Value, where: Place) -> None:
         inner = len(self.blocks) - 1
-        index, _, lane = self.offset(node.shape, where)
+        _, _, lane = self.offset(node.shape, where)
         type = Type(node.dtype, self.lanes if lane != 0 else 1)
-        old = self.fresh()
-        self.put(inner, Load(old, type, name, index))
+        old = self.load_array(name, type, node.shape, where, inner)
         operand = self.as_vector(value) if lane != 0 else value.operand
         made = self.let(inner, type, operation(node.attrs["combine"]), old, operand, operands=type, line=node.line)
         self.keep(name, node.dtype, node.shape, Value(made, type, inner), where)

@@ -27,11 +27,14 @@ class Order:
 
     With a `block`, an accumulator of a floating sum adds so many elements, then so many sums of such blocks, and so on;
     what fills no round of accumulators comes last.
+
+    With `threads`, each has neighbours of its own, `lanes` at a time, and what each has is folded last, by pairs.
     """
 
     lanes: int = 1
     unroll: int = 1
     block: int = 0
+    threads: int = 1
 
 
 def run(
@@ -258,31 +261,39 @@ class _Machine:
         x = np.broadcast_to(x, self.extents(node.args[0]))
         moved = np.moveaxis(x, axis, 0)
         last = all(a == 1 for a in node.args[0].shape[axis + 1 :])
-        lanes, unroll = (self.order.lanes, self.order.unroll) if last else (1, 1)
+        mine = (self.order.lanes, self.order.unroll, self.order.threads) if last else (1, 1, 1)
+        lanes, unroll, threads = mine
         kind = self.real if dtype.floating else np.dtype(dtype.storage)
         block = self.order.block if combine == "sum" and dtype.floating else 0
-        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll, block).astype(kind)
+        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll, block, threads).astype(kind)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
 
-def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int, block: int = 0) -> Array:
+def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int, block: int = 0, threads: int = 1) -> Array:
     """Fold axis 0 as a target with `lanes`, `unroll` and `block` does. See `Order`."""
     function = numbers.COMBINE[combine]
-    width = lanes * unroll
+    width = lanes * unroll * threads
     rest = -x.shape[0] % width
     padding = np.full((rest, *x.shape[1:]), identity, x.dtype)
-    parts = np.concatenate([x, padding]).reshape(-1, unroll, lanes, *x.shape[1:])
+    parts = np.concatenate([x, padding]).reshape(-1, unroll, threads * lanes, *x.shape[1:])
     start = np.full(parts.shape[1:], identity, x.dtype)
     full, last = (parts[:-1], parts[-1:]) if rest else (parts, parts[:0])
     while block and len(full) > block:
         full = np.stack([_one_by_one(function, start, full[i : i + block]) for i in range(0, len(full), block)])
     total = _one_by_one(function, start, [*full, *last])
-    for axis_size in (unroll, lanes):
-        while axis_size > 1:
-            axis_size //= 2
-            total = function(total[:axis_size], total[axis_size : 2 * axis_size])
-        total = total[0]
-    return np.asarray(total)
+    total = np.moveaxis(_by_halves(function, total, unroll).reshape(threads, lanes, *x.shape[1:]), 1, 0)
+    total = _by_halves(function, total, lanes)
+    while len(total) > 1:
+        total = function(total[::2], total[1::2])
+    return np.asarray(total[0])
+
+
+def _by_halves(function: Any, total: Array, count: int) -> Array:
+    """Fold the first axis: its first half and its second, until one is left."""
+    while count > 1:
+        count //= 2
+        total = function(total[:count], total[count : 2 * count])
+    return np.asarray(total[0])
 
 
 def _one_by_one(function: Any, total: Array, parts: Any) -> Array:

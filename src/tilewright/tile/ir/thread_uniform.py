@@ -1,0 +1,91 @@
+"""What differs from thread to thread: for each name of an L1 function, the bits of `tid` that its value depends on.
+
+A value that depends on none is the same in all threads of an instance; one that depends on no bit below a warp's is the
+same within each warp. So a butterfly of shuffles is known to leave one result in all. Barriers and the verifier ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilewright.tile.dtypes import DType
+from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Load, Operand, Statement
+
+WARP = 32
+SYMMETRIC = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
+"""f(a, b) is f(b, a); but see `_same_either_way`."""
+
+
+class Uniform:
+    """The analysis of one function; variables make it go round until nothing changes."""
+
+    def __init__(self, function: Function) -> None:
+        self.all = function.threads - 1
+        self.tid = {p.name for p in function.parameters if p.kind == "builtin" and p.of == "thread"}
+        self.names: dict[str, int] = {p.name: self.all if p.name in self.tid else 0 for p in function.parameters}
+        self.lets: dict[str, Let] = {}
+        before: dict[str, int] | None = None
+        while before != self.names:
+            before = dict(self.names)
+            self._body(function.body, 0)
+
+    def bits(self, *operands: Operand | None) -> int:
+        """The bits of `tid` that these depend on."""
+        found = 0
+        for operand in operands:
+            found |= self.names.get(operand, 0) if isinstance(operand, str) else 0
+        return found
+
+    def _body(self, body: Iterable[Statement], under: int) -> None:
+        for s in body:
+            if isinstance(s, Let):
+                self.lets[s.name] = s
+                self._join(s.name, self._of(s))
+            elif isinstance(s, Declare):
+                self._join(s.name, self.bits(s.value))
+            elif isinstance(s, Assign):  # only some threads come here: then it differs
+                self._join(s.name, self.bits(s.value) | under)
+            elif isinstance(s, Load):
+                self._join(s.name, self.bits(s.index, s.stride, s.count, s.mask))
+            elif isinstance(s, If):
+                self._body(s.body, under | self.bits(s.condition))
+            elif isinstance(s, For):
+                bounds = self.bits(s.lo, s.hi, s.step)
+                self._join(s.var, bounds)
+                self._body(s.body, under | bounds)
+
+    def _join(self, name: str, bits: int) -> None:
+        self.names[name] = self.names.get(name, 0) | bits
+
+    def _of(self, s: Let) -> int:
+        bits = self.bits(*s.args)
+        if s.op in ("and", "shr") and s.args[0] in self.tid and isinstance(s.args[1], int):
+            return bits & s.args[1] if s.op == "and" else bits >> s.args[1] << s.args[1]
+        if s.op in SYMMETRIC and _same_either_way(s.op, s.type.dtype):
+            return bits & ~self._exchanged(*s.args)
+        if s.op == "select":
+            mask = self._exchanged(*s.args[1:])
+            return bits & ~mask if mask and self._tests(s.args[0], mask) else bits
+        return bits
+
+    def _exchanged(self, a: Operand, b: Operand) -> int:
+        """The mask where one of two values is the other one of the thread that a mask leads to."""
+        for one, other in ((a, b), (b, a)):
+            made = self.lets.get(other) if isinstance(other, str) else None
+            if made is not None and made.op == "shuffle_xor" and made.args[0] == one:
+                mask = made.args[1]
+                return mask if isinstance(mask, int) and mask & (mask - 1) == 0 else 0
+        return 0
+
+    def _tests(self, condition: Operand, mask: int) -> bool:
+        """Whether a condition is that this bit of `tid` is not set, so that it is another one in the other thread."""
+        test = self.lets.get(condition) if isinstance(condition, str) else None
+        if test is None or test.op != "eq" or test.args[1] != 0:
+            return False
+        bit = self.lets.get(str(test.args[0]))
+        return bit is not None and bit.op == "and" and bit.args[0] in self.tid and bit.args[1] == mask
+
+
+def _same_either_way(op: str, dtype: DType) -> bool:
+    """Of 0 and -0 `max` and `min` take the second."""
+    return not (op in ("max", "min") and dtype.floating)

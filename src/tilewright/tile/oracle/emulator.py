@@ -1,0 +1,337 @@
+"""The meaning of L1: a function run in numpy, instance by instance, all threads of an instance at each statement.
+
+Values are arrays of threads x lanes (or one row, where all threads have the same). A thread that a condition or a
+loop's bound leaves out is masked. Threads in step show no race by what they compute, so `memory` looks for races; it
+refuses what `interpreter` refuses, too. What was never written may be read from an array, as padding is, while nothing
+comes of it: no store to a tensor, no address, no condition.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tilewright.tile import numbers
+from tilewright.tile.dtypes import Array, DType, boolean, int64
+from tilewright.tile.errors import Line, RaceError, RunError
+from tilewright.tile.ir.thread_ir import (
+    Assign,
+    Barrier,
+    Declare,
+    For,
+    Function,
+    If,
+    Let,
+    Load,
+    Operand,
+    Statement,
+    Store,
+)
+from tilewright.tile.oracle.memory import WARP, Clock, Memory, Places, poison, tensors
+
+
+def run(
+    function: Function,
+    arguments: Mapping[str, Any],
+    grid: tuple[int, ...],
+    *,
+    outputs: tuple[str, ...] = (),
+    levels: Mapping[str, int] | None = None,
+    arena: Mapping[str, int] | None = None,
+) -> None:
+    """Run every instance.
+
+    Args:
+        arguments, outputs: as `interpreter.run` takes them.
+        levels: of views with more than one; see `ViewType`.
+        arena: where each shared array begins in the memory that they share, in bytes. Without it none meets another.
+
+    Raises:
+        RunError: an access outside a tensor, a use of what was not written, an address that is not aligned as it says.
+        RaceError: accesses that no barrier orders, a barrier or a shuffle that some threads do not reach.
+    """
+    machine = _Machine(function, arguments, grid, outputs, levels or {}, arena)
+    with np.errstate(all="ignore"):
+        for place in itertools.product(*(range(n) for n in machine.grid)):
+            machine.instance(place)
+
+
+def _kind(dtype: DType) -> Any:
+    return np.float32 if dtype.floating else np.dtype(dtype.storage)
+
+
+def _toward_zero(a: Array, b: Array) -> Array:
+    down = np.floor_divide(a, b)
+    return np.asarray(down + ((down < 0) & (down * b != a)).astype(down.dtype))
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **numbers.BINARY,
+    "copy": np.asarray,
+    "neg": np.negative,
+    "abs": np.abs,
+    "not": np.logical_not,
+    "sqrt": np.sqrt,
+    "fma": numbers.fma,
+    "ldexp": numbers.NumpyBuilder().ldexp,
+    "philox": numbers.philox,
+    "select": np.where,
+    "quot": _toward_zero,
+    "rem": lambda a, b: a - _toward_zero(a, b) * b,
+}
+SECOND = {"max": numbers.NumpyBuilder().greatest, "min": numbers.NumpyBuilder().least}
+
+
+class _Machine:
+    def __init__(
+        self, function: Function, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
+        levels: Mapping[str, int], arena: Mapping[str, int] | None,
+    ) -> None:  # fmt: skip
+        self.function, self.arguments, self.levels, self.arena = function, arguments, levels, arena
+        self.grid = (*grid, 1, 1, 1)[:3]
+        self.clock = Clock(function.threads)
+        self.thread = np.arange(function.threads, dtype=np.int32)[:, None]
+        pointers = {p.name: p for p in function.parameters if p.kind == "pointer"}
+        given = {p.of: (arguments[p.of], p.dtype) for p in pointers.values() if p.dtype is not None}
+        found = tensors(given, outputs, self.clock)
+        self.views = {name: found[p.of] for name, p in pointers.items()}
+        self.memories: dict[str, Memory] = {}
+        self.values: dict[str, Any] = {}
+        self.undefined: dict[str, Array] = {}
+        """Of a value with lanes that come from memory that nobody wrote: which. A register is `name[number]`."""
+
+    def instance(self, place: tuple[int, ...]) -> None:
+        self.clock.block += 1
+        self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
+        self.undefined = {}
+        self.memories = {**self.views, **self.arrays()}
+        self.block(self.function.body, np.ones((self.function.threads, 1), bool))
+
+    def parameter(self, p: Any, place: tuple[int, ...]) -> Array:
+        if p.kind == "builtin":
+            kinds = {"pid": place, "grid": self.grid}
+            return self.thread.astype(np.int64) if p.of == "thread" else np.full((1, 1), kinds[p.of][p.axis], np.int64)
+        raw, levels = self.arguments[p.of], self.levels.get(p.of, 1)
+        if p.kind == "size":
+            sizes = (int(np.prod(raw.shape[:levels])), *raw.shape[levels:])
+            value = sizes[p.axis]
+        else:
+            value = {"stride": lambda: raw.strides[p.axis] // raw.itemsize, "extent": lambda: max(raw.shape[p.axis], 1),
+                     "scalar": lambda: raw}[p.kind]()  # fmt: skip
+        return np.full((1, 1), value, _kind(p.dtype))
+
+    def arrays(self) -> dict[str, Memory]:
+        """The arrays of an instance, which nobody has written yet."""
+        made = {}
+        whole: Places | None = None
+        if self.arena is not None:
+            ends = [self.arena[a.name] + a.elements * a.dtype.itemsize for a in self.function.arrays if a.shared]
+            whole = Places(max(ends, default=0), written=False, clock=self.clock)
+            together = np.full(max(ends, default=0), 0xFF, np.uint8)
+        for a in self.function.arrays:
+            kind = np.dtype(a.dtype.storage)
+            if whole is not None and a.shared and self.arena is not None:
+                at, size = self.arena[a.name], a.elements * kind.itemsize
+                raw = together[at : at + size].view(kind)
+                made[a.name] = Memory(a.name, a.dtype, raw, whole, 0, at, kind.itemsize, array=True)
+                continue
+            places = Places(a.elements, written=False, clock=self.clock)
+            made[a.name] = Memory(a.name, a.dtype, np.full(a.elements, poison(kind), kind), places, array=True)
+        return made
+
+    # Statements -----------------------------------------------------------------------------------------------------
+
+    def block(self, body: list[Statement], active: Array) -> None:
+        for s in body:
+            if isinstance(s, Let):
+                self.let(s, active)
+            elif isinstance(s, (Load, Store)):
+                self.access(s, active)
+            elif isinstance(s, Assign):
+                self.assign(s, active)
+            elif isinstance(s, Declare):
+                start = self.value(s.value, s.type.dtype)
+                self.values[s.name] = [start] * s.count if s.count else start
+                for key in [f"{s.name}[{i}]" for i in range(s.count)] if s.count else [s.name]:
+                    self.define(key, self.unknown(s.value))
+            elif isinstance(s, If):
+                self.known(s.condition, active, "a condition", None)
+                inside = active & self.value(s.condition, boolean)
+                if inside.any():
+                    self.block(s.body, inside)
+            elif isinstance(s, For):
+                self.loop(s, active)
+            else:
+                self.barrier(s, active)
+
+    def loop(self, s: For, active: Array) -> None:
+        for bound in (s.lo, s.hi, s.step):
+            self.known(bound, active, "a loop's bound", None)
+        at, hi, step = (self.value(b, int64) for b in (s.lo, s.hi, s.step))
+        active = active & (step > 0)
+        while (inside := active & (at < hi)).any():
+            self.values[s.var] = at
+            self.block(s.body, inside)
+            at = np.where(hi - at > step, at + step, hi) if s.any_step else at + step
+
+    def barrier(self, s: Barrier, active: Array) -> None:
+        together = active.reshape(1 if s.scope == "block" else -1, min(WARP, len(active)) if s.scope == "warp" else -1)
+        if (together.any(1) != together.all(1)).any():
+            missing = int(np.flatnonzero(~active)[0])
+            raise RaceError(f"a barrier of the {s.scope} that thread {missing} does not reach ({s.why})")
+        if s.scope == "block":
+            self.clock.block += 1
+        else:
+            self.clock.warp[together.all(1)] += 1
+
+    def assign(self, s: Assign, active: Array) -> None:
+        new, old = self.value(s.value, s.type.dtype), self.values[s.name]
+        key, unknown, i = s.name, self.unknown(s.value), 0
+        if s.index is not None:
+            i = self.number(s.index)
+            key, registers, old = f"{s.name}[{i}]", old, old[i]
+        before = self.undefined.get(key)
+        if not active.all():
+            new = np.where(active, new, old)
+            if unknown is not None or before is not None:
+                unknown = np.where(active, False if unknown is None else unknown, False if before is None else before)
+        if s.index is None:
+            self.values[s.name] = new
+        else:
+            registers[i] = new
+        self.define(key, unknown)
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def access(self, s: Load | Store, active: Array) -> None:
+        memory, lanes = self.memories[s.memory], np.arange(s.type.lanes)
+        shape = (len(active), s.type.lanes)
+        index, mask = self.value(s.index, int64), active
+        for operand in (s.stride, s.count):
+            self.known(operand, active, "an address", s.line)
+        if not s.scattered:
+            index = index + lanes * self.value(s.stride, int64)
+        if s.count is not None:
+            mask = mask & (lanes < self.value(s.count, int64))
+        if s.mask is not None:
+            self.known(s.mask, mask, "a mask", s.line)
+            mask = mask & self.value(s.mask, boolean)
+        self.known(s.index, mask, "an address", s.line)
+        index, mask = np.broadcast_to(index, shape), np.broadcast_to(mask, shape)
+        thread = np.broadcast_to(self.thread, shape)
+        self.aligned(s, memory, index, active & mask.any(1, keepdims=True))
+        if isinstance(s, Store):
+            value = self.value(s.value, s.type.dtype)
+            memory.store(index, mask, thread, value, self.unknown(s.value), s.line)
+            return
+        found, unknown = memory.load(index, mask, thread, s.line)
+        kind = _kind(s.type.dtype)
+        if not mask.all():
+            other = np.asarray(0 if s.count is not None else s.other, kind)
+            found = np.where(mask, found, s.type.dtype.rounded(other) if s.type.dtype.floating else other)
+        self.values[s.name] = found.astype(kind, copy=False)
+        self.define(s.name, unknown)
+
+    def aligned(self, s: Load | Store, memory: Memory, index: Array, active: Array) -> None:
+        if not s.align or s.scattered:
+            return
+        base = 0 if memory.array else memory.raw.ctypes.data
+        first = (index[:, :1] + memory.start + (memory.first if memory.array else 0)) * memory.dtype.itemsize + base
+        if (active & (first % s.align != 0)).any():
+            raise RunError(f"{s.memory}: an address is no multiple of {s.align} bytes", s.line)
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    def value(self, operand: Operand, dtype: DType) -> Array:
+        if isinstance(operand, str):
+            return np.asarray(self.values[operand])
+        return np.full((1, 1), operand, _kind(dtype))
+
+    def number(self, operand: Operand) -> int:
+        """An index that is known when compiling."""
+        return int(self.values[operand].flat[0]) if isinstance(operand, str) else int(operand)
+
+    def unknown(self, operand: Operand | None) -> Array | None:
+        return self.undefined.get(operand) if isinstance(operand, str) else None
+
+    def define(self, name: str, unknown: Array | None) -> None:
+        self.undefined.pop(name, None)
+        if unknown is not None and unknown.any():
+            self.undefined[name] = unknown
+
+    def known(self, operand: Operand | None, active: Array, what: str, line: Line | None) -> None:
+        found = self.unknown(operand)
+        if found is not None and (found & active).any():
+            raise RunError(f"{what} comes from memory that nobody has written", line)
+
+    def let(self, s: Let, active: Array) -> None:
+        source = s.operands or s.type
+        if s.op == "element":
+            name, i = str(s.args[0]), self.number(s.args[1])
+            self.values[s.name] = self.values[name][i]
+            self.define(s.name, self.undefined.get(f"{name}[{i}]"))
+            return
+        args = [self.value(a, boolean if s.op == "select" and i == 0 else source.dtype) for i, a in enumerate(s.args)]
+        unknown = self._unknown_of(s, args) if self.undefined else None
+        self.values[s.name] = np.asarray(self.operation(s, args, active)).astype(_kind(s.type.dtype), copy=False)
+        if self.undefined:
+            self.define(s.name, unknown)
+
+    def _unknown_of(self, s: Let, args: list[Array]) -> Array | None:
+        """Which lanes of a result come from memory that nobody wrote."""
+        parts = [self.unknown(a) for a in s.args]
+        if all(p is None for p in parts):
+            return None
+        found = [np.zeros((1, 1), bool) if p is None else p for p in parts]
+        if s.op == "select":
+            return np.asarray(found[0] | np.where(args[0], found[1], found[2]))
+        if s.op == "and" and s.type.dtype == boolean:  # with False it is False
+            return np.asarray((found[0] | found[1]) & (found[0] | args[0]) & (found[1] | args[1]))
+        if s.op == "fold":
+            return np.asarray(found[0].any(1, keepdims=True))
+        if s.op == "shuffle_xor":
+            return self.exchanged(found[0], s.args[1])
+        together = found[0]
+        for more in found[1:]:
+            together = together | more
+        return np.asarray(together)
+
+    def exchanged(self, value: Array, mask: Operand) -> Array:
+        return value if len(value) == 1 else value[self.thread[:, 0] ^ self.number(mask)]
+
+    def operation(self, s: Let, args: list[Array], active: Array) -> Any:
+        op, source = s.op, s.operands or s.type
+        if op in OPERATIONS and op not in ("max", "min"):
+            return OPERATIONS[op](*args)
+        if op in ("max", "min"):
+            return SECOND[op](*args) if s.mode == "second" else numbers.BINARY[op](*args, s.mode or "propagate")
+        if op == "splat":
+            return args[0]
+        if op == "iota":
+            return args[0] + np.arange(s.type.lanes)
+        if op == "below":
+            return np.arange(s.type.lanes) < args[0]
+        if op == "cast":
+            words = s.mode.split()
+            return numbers.cast(args[0], source.dtype, s.type.dtype, words[0], "saturate" in words)
+        if op == "bits":
+            return np.ascontiguousarray(args[0]).view(_kind(s.type.dtype))
+        if op == "fold":
+            return self.fold(np.broadcast_to(args[0], (len(args[0]), source.lanes)), s.mode)
+        if op == "shuffle_xor":
+            warps = active.reshape(-1, min(WARP, len(active)))
+            if (warps.any(1) != warps.all(1)).any():
+                raise RaceError("a shuffle that not all threads of a warp reach", s.line)
+            return self.exchanged(args[0], s.args[1])
+        raise RunError(f"the emulator has no {op}", s.line)
+
+    @staticmethod
+    def fold(value: Array, combine: str) -> Array:
+        """Over the lanes, by halves."""
+        while value.shape[1] > 1:
+            half = value.shape[1] // 2
+            value = np.asarray(numbers.COMBINE[combine](value[:, :half], value[:, half:]))
+        return value

@@ -1,0 +1,64 @@
+"""How an instance is spread over the threads of a GPU, as data. What the lowering makes of it is in `lower/threads`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from tilewright.tile.errors import LowerError
+from tilewright.tile.ir.tile_ir import Most, Program, static_size
+
+WIDEST = 16
+"""Bytes that one access of a thread moves at most."""
+MANY = 256
+"""A view whose rows have fewer elements does not decide how wide a vector is."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`threads` an instance (a power of two, 32 to 1024), `instances` a block (more than one only of 32 threads),
+    elements of a `vector` (a power of two, at most 16), and the `registers` of a thread that tiles may wait in.
+
+    Raises:
+        LowerError: numbers that no GPU has.
+    """
+
+    threads: int
+    instances: int = 1
+    vector: int = 4
+    registers: int = 64
+
+    def __post_init__(self) -> None:
+        if self.threads & self.threads - 1 or not 32 <= self.threads <= 1024:
+            raise LowerError(f"{self.threads} threads an instance: a power of two from 32 to 1024 is wanted")
+        if self.vector & self.vector - 1 or not 1 <= self.vector <= 16:
+            raise LowerError(f"vectors of {self.vector} elements: a power of two from 1 to 16 is wanted")
+        if self.instances < 1 or (self.instances > 1 and self.threads != 32):
+            raise LowerError(f"{self.instances} instances a block: several only where an instance is a warp")
+        if self.instances * self.threads > 1024:
+            raise LowerError(f"{self.instances * self.threads} threads a block: at most 1024")
+
+    def json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @staticmethod
+    def of_json(found: Mapping[str, int]) -> Schedule:
+        return Schedule(**found)
+
+
+def default(program: Program) -> Schedule:
+    """The narrowest view with long rows moves 16 bytes an access; a row takes at most four vectors a thread, until the
+    threads run out."""
+    sizes = [a for n in program.nodes for a in (n.shape[-1:] if n.shape else ())]
+    row = max(map(static_size, sizes), default=1)
+    items = [v.dtype.itemsize for v in program.views.values() if v.rank and _long(v.sizes[-1])]
+    vector = WIDEST // min(items, default=4)
+    threads = 32
+    while threads < 1024 and threads * vector * 4 < row:
+        threads *= 2
+    return Schedule(threads, 4 if threads == 32 else 1, vector)
+
+
+def _long(size: int | Most | None) -> bool:
+    most = size.value if isinstance(size, Most) else size
+    return most is None or most >= MANY

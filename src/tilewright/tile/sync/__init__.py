@@ -1,0 +1,1 @@
+"""Barriers and shared memory: what threads of one instance need to meet in memory."""

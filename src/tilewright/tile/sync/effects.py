@@ -1,0 +1,290 @@
+"""What the statements of an L1 function do to memory that threads share, and which two of them need a barrier between.
+
+Two accesses need none where every element that both touch is touched by one thread: by their layouts, by their owner,
+or because their addresses deal elements to threads alike. Where barriers go is in `barriers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tilewright.tile.errors import TileError
+from tilewright.tile.ir.thread_ir import Declare, For, Function, If, Let, Load, Operand, Statement, Store
+from tilewright.tile.ir.thread_uniform import WARP, Uniform
+from tilewright.tile.layout.convert import Conversion, classify
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """A load or store of memory that some thread writes. `path`: the loops and conditions around it, outermost first.
+    `owner`: the only thread that comes here."""
+
+    statement: Load | Store
+    path: tuple[For | If, ...]
+    owner: int | None
+
+    @property
+    def writes(self) -> bool:
+        return isinstance(self.statement, Store)
+
+    def __str__(self) -> str:
+        at = f" at {self.statement.line}" if self.statement.line is not None else ""
+        return ("store" if self.writes else "load") + at
+
+
+class Effects:
+    """The accesses of a function by statement, and what they need of each other."""
+
+    def __init__(self, function: Function) -> None:
+        self.function, self.uniform = function, Uniform(function)
+        self.of: dict[int, Access] = {}
+        self.memories = _memories(function)
+        self._residues = _Residues(function, self.uniform)
+        self._needs: dict[tuple[int, int, bool], str] = {}
+        self._collect(function.body, (), None)
+
+    def _collect(self, body: Iterable[Statement], path: tuple[For | If, ...], owner: int | None) -> None:
+        for s in body:
+            if isinstance(s, (Load, Store)) and s.memory in self.memories:
+                self.of[id(s)] = Access(s, path, owner)
+            elif isinstance(s, (If, For)):
+                mine = self._owner(s.condition) if isinstance(s, If) else None
+                self._collect(s.body, (*path, s), owner if mine is None else mine)
+
+    def _owner(self, condition: Operand) -> int | None:
+        test = self.uniform.lets.get(condition) if isinstance(condition, str) else None
+        one = test.args[1] if test is not None and test.op == "eq" and test.args[0] in self.uniform.tid else None
+        return one if isinstance(one, int) else None
+
+    def needs(self, a: Access, b: Access, again: bool) -> str:
+        """The scope of the barrier between an access and a later one: "" for none, "warp" or "block".
+
+        Args:
+            again: a loop around both has gone on to another iteration in between.
+        """
+        if not (a.writes or b.writes) or self.memories[a.statement.memory] != self.memories[b.statement.memory]:
+            return ""
+        key = (id(a), id(b), again)
+        if key not in self._needs:
+            self._needs[key] = self._scope(a, b, again)
+        return self._needs[key]
+
+    def _scope(self, a: Access, b: Access, again: bool) -> str:
+        most = "warp" if self.function.threads <= WARP else "block"
+        if a.owner is not None and a.owner == b.owner:
+            return ""
+        one, other = a.statement, b.statement
+        if one.layout is not None and other.layout is not None:
+            try:
+                found = classify(one.layout, other.layout)
+            except TileError:  # of periods that differ
+                return most
+            return "" if found <= Conversion.SELECT else "warp" if found == Conversion.SHUFFLE else most
+        return "" if one.memory == other.memory and self._residues.alike(a, b, again) else most
+
+    def differs(self, compound: For | If, scope: str) -> bool:
+        """Whether a barrier of this scope may not stand inside, since some threads might not come there."""
+        bounds = (compound.condition,) if isinstance(compound, If) else (compound.lo, compound.hi, compound.step)
+        bits = self.uniform.bits(*bounds)
+        return bool(bits if scope == "block" else bits & WARP - 1)
+
+
+def _memories(function: Function) -> dict[str, int]:
+    """The memory that threads share and that is written, by name; what may be the same memory has one number."""
+    views = {p.name: p.of for p in function.parameters if p.kind == "pointer"}
+    numbers = {name: i for i, name in enumerate([*views, *(a.name for a in function.arrays if a.shared)])}
+    for pair in function.inplace:
+        same = [name for name, view in views.items() if view in pair]
+        old = {numbers[name] for name in same}
+        numbers |= {name: min(old) for name, number in numbers.items() if number in old}
+    written = {numbers[s.memory] for s in function.statements() if isinstance(s, Store) and s.memory in numbers}
+    return {name: number for name, number in numbers.items() if number in written}
+
+
+ANY = 1 << 62
+"""As many as there may be."""
+Terms = dict[tuple[str, str], int]
+"""A sum: multiples of names, or of 1 (""), each perhaps times a unit, which is another name that never changes."""
+
+
+class _Residues:
+    """Addresses as sums, modulo what all threads together move in one access."""
+
+    def __init__(self, function: Function, uniform: Uniform) -> None:
+        self.threads, self.uniform = function.threads, uniform
+        self.units = {p.name for p in function.parameters if p.kind == "stride"}
+        self.loops: dict[str, For] = {}
+        self.moving: set[str] = set()
+        """Names that have another value in the next iteration of a loop."""
+        self.variables: set[str] = set()
+        self._scan(function.body, within=False)
+
+    def _scan(self, body: Iterable[Statement], *, within: bool) -> None:
+        for s in body:
+            if isinstance(s, (Let, Load)) and within:
+                self.moving.add(s.name)
+            elif isinstance(s, Declare):
+                self.variables.add(s.name)
+            elif isinstance(s, For):
+                self.loops[s.var] = s
+                self.moving.add(s.var)
+            if isinstance(s, (For, If)):
+                self._scan(s.body, within=within or isinstance(s, For))
+
+    def alike(self, a: Access, b: Access, again: bool) -> bool:
+        """Whether an element that both touch is touched by one thread: thread t has those at base + t * step, the
+        bases differ by multiples of what all threads have, and no thread has others'. Loops that count rows may move
+        the base, if no row reaches into the next. See `Effects.needs`."""
+        one, other = a.statement, b.statement
+        lanes, stride = one.type.lanes, one.stride
+        if one.scattered or other.scattered or other.type.lanes != lanes or (lanes > 1 and other.stride != stride):
+            return False
+        terms = [self._terms(s.index, 1) for s in (one, other)]
+        own = {key: times for key, times in terms[0].items() if key[1] in self.uniform.tid}
+        if len(own) != 1:
+            return False
+        ((unit, _), step) = next(iter(own.items()))
+        dense = step == lanes * stride if isinstance(stride, int) and not unit else (step, unit) == (lanes, stride)
+        if step < 1 or not (dense or lanes == 1):
+            return False
+        dealt = _Dealt(unit, self.threads * step, set() if again else {c.var for c in _common(a, b)}, again)
+        rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, dealt)} for t in terms]
+        inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
+        left = [self._modulo(t, dealt) for t in inner]
+        if left[0] != left[1] or any(self._varies(name, dealt) for _, name in left[0]):
+            return False
+        digits = [self._digits(x, r, t, dealt) for x, r, t in zip((a, b), rows, inner, strict=True)]
+        return not any(rows) or (digits[0] is not None and digits[0] == digits[1])
+
+    def _varies(self, name: str, dealt: _Dealt) -> bool:
+        if name in self.uniform.tid:
+            return False
+        return name in self.variables or self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
+
+    def _counts_rows(self, key: tuple[str, str], times: int, dealt: _Dealt) -> bool:
+        loop = self.loops.get(key[1])
+        if loop is None or key[1] in dealt.steady:
+            return False
+        return bool(key[0] != dealt.unit or loop.any_step or _plain(loop.step) * times % dealt.period)
+
+    def _digits(self, access: Access, rows: Terms, inner: Terms, dealt: _Dealt) -> tuple[list[int], Terms] | None:
+        """What each row counter is worth, if what it counts is too small to reach the next; and what never changes."""
+        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and k[1] not in self.loops
+                 and not self._varies(k[1], dealt)}  # fmt: skip
+        reach = self._reach(access, {k: n for k, n in inner.items() if k not in fixed})
+        worth = []
+        for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
+            loop = self.loops[name]
+            lo, hi, step = _plain(loop.lo), _plain(loop.hi), _plain(loop.step)
+            if reach is None or unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
+                return None
+            reach += (hi - 1) // step * step * times if hi > 0 else ANY
+            worth.append(times * step)
+        return worth, fixed
+
+    def _reach(self, access: Access, local: Terms) -> int | None:
+        """How many elements from its base on an access may touch at most; what is added to the base is `local`."""
+        s = access.statement
+        if not isinstance(s.stride, int) or s.stride < 1:
+            return None
+        parts = [None if unit else self._most(name, times) for (unit, name), times in local.items()]
+        if None in parts:
+            return None
+        most = sum(p for p in parts if p is not None)
+        beyond = (s.type.lanes - 1) * s.stride + 1
+        for compound in access.path:
+            test = self.uniform.lets.get(str(compound.condition)) if isinstance(compound, If) else None
+            if test is not None and test.op == "lt" and self._terms(test.args[0], 1) == local:
+                size, grain = test.args[1], math.gcd(*local.values())
+                if isinstance(size, int) and size > 0:
+                    most = (size - 1) // grain * grain
+                    if s.count is not None and s.stride == 1 and self._left(s.count, local, size):
+                        beyond = size - most
+        return most + beyond
+
+    def _most(self, name: str, times: int) -> int | None:
+        """The most that a term may be; None where it may be negative."""
+        if times < 0:
+            return None
+        if not name or name in self.uniform.tid:
+            return times * (self.threads - 1 if name else 1)
+        loop = self.loops.get(name)
+        if loop is None or _plain(loop.lo) < 0:
+            return None
+        return times * (loop.hi - 1) if isinstance(loop.hi, int) else ANY
+
+    def _left(self, count: Operand, local: Terms, size: int) -> bool:
+        """Whether a count is at most what is left below `size`."""
+        made = self.uniform.lets.get(str(count))
+        rest = self.uniform.lets.get(str(made.args[0])) if made is not None and made.op == "min" else None
+        return rest is not None and rest.op == "sub" and rest.args[0] == size and self._terms(rest.args[1], 1) == local
+
+    def _terms(self, operand: Operand, times: int, unit: str = "") -> Terms:
+        """`times` an integer."""
+        if not isinstance(operand, str):
+            return {(unit, ""): int(operand) * times} if operand else {}
+        made = self.uniform.lets.get(operand)
+        if made is not None and made.op in ("add", "sub"):
+            minus = times if made.op == "add" else -times
+            return _added(self._terms(made.args[0], times, unit), self._terms(made.args[1], minus, unit))
+        if made is not None and made.op == "mul":
+            for one, by in (made.args, made.args[::-1]):
+                if isinstance(by, int):
+                    return self._terms(one, times * by, unit)
+                if by in self.units and not unit:
+                    return self._terms(one, times, str(by))
+        return {(unit, operand): times}
+
+    def _modulo(self, terms: Terms, dealt: _Dealt) -> Terms:
+        """What is left of those with this unit: not what a loop's steps are multiples of, nor where low bits are 0."""
+        found: Terms = {}
+        waiting, unit, period = list(terms.items()), dealt.unit, dealt.period
+        while waiting:
+            (mine, name), times = waiting.pop()
+            loop, made = self.loops.get(name), self.uniform.lets.get(name)
+            if mine != unit or name in dealt.steady:
+                found = _added(found, {(mine, name): times})
+                continue
+            if loop is not None and isinstance(loop.step, int) and not loop.step * times % period and not loop.any_step:
+                waiting += self._terms(loop.lo, times, unit).items()
+                continue
+            last = made.args[1] if made is not None and made.op == "and" else 0
+            if not (isinstance(last, int) and last and not (last & -last) * times % period):
+                found = _added(found, {(mine, name): times})
+        return {key: rest for key, n in found.items() if (rest := n % period if key[0] == unit else n)}
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were."""
+
+    unit: str
+    period: int
+    steady: set[str]
+    again: bool
+
+
+def _common(a: Access, b: Access) -> list[For]:
+    """The loops around both."""
+    return [c for c in a.path if isinstance(c, For) and any(c is other for other in b.path)]
+
+
+def _plain(operand: Operand) -> int:
+    """A constant; of a name -1, as if it were one that fits nowhere."""
+    return -1 if isinstance(operand, str) else int(operand)
+
+
+def _added(a: Terms, b: Terms) -> Terms:
+    found = {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}
+    return {key: times for key, times in found.items() if times}
+
+
+def apart(function: Function) -> Function:
+    """A copy in which each statement is one of its own, with bodies that may be changed."""
+
+    def copied(body: list[Statement]) -> list[Statement]:
+        return [replace(s, body=copied(s.body)) if isinstance(s, (For, If)) else replace(s) for s in body]
+
+    return replace(function, body=copied(function.body))

@@ -1,0 +1,106 @@
+"""Where each shared array of a function lies, once its barriers stand: first fit by falling size.
+
+Two arrays may have the same bytes where a barrier that is there anyway parts every access to one from every access to
+the other. A loop counts as one place: what it uses it may use again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tilewright.tile.errors import LowerError
+from tilewright.tile.ir.thread_ir import Array, Barrier, For, Function, If, Load, Statement, Store
+from tilewright.tile.ir.thread_uniform import WARP
+from tilewright.tile.ir.thread_verify import SHARED_BYTES
+
+ALIGNMENT = 16
+"""Bytes: as wide as the widest access."""
+PLAIN = 49152
+"""Bytes a block may have without opting in when the kernel is loaded."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """`offsets`: bytes from the start of an instance's shared memory, by array; `size`: bytes of an instance."""
+
+    offsets: dict[str, int]
+    size: int
+
+
+def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
+    """A place for each shared array.
+
+    Args:
+        limit: bytes that a block may have.
+
+    Raises:
+        LowerError: they do not fit; it names them.
+    """
+    arrays = sorted((a for a in function.arrays if a.shared), key=lambda a: (-_size(a), a.name))
+    meets = _meeting(function)
+    offsets: dict[str, int] = {}
+    taken: list[tuple[int, int, str]] = []
+    for a in arrays:
+        at = 0
+        for low, high, name in sorted(taken):
+            if frozenset((a.name, name)) in meets and low < at + _size(a) and at < high:
+                at = high
+        offsets[a.name] = at
+        taken.append((at, at + _size(a), a.name))
+    size = max((high for _, high, _ in taken), default=0)
+    if size * function.instances > limit:
+        each = f" of {function.instances} instances" if function.instances > 1 else ""
+        told = ", ".join(f"{a.name} {_size(a)}" for a in arrays)
+        raise LowerError(f"{function.name}: a block{each} needs {size * function.instances} bytes of shared memory; "
+                         f"there are {limit} ({told})")  # fmt: skip
+    return Arena(offsets, size)
+
+
+def _size(array: Array) -> int:
+    return -(-array.elements * array.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Use:
+    """`at`: its place in the function, of which a loop has one; `path`: the conditions around it."""
+
+    at: int
+    path: tuple[int, ...]
+
+
+def _meeting(function: Function) -> set[frozenset[str]]:
+    """The pairs of arrays that need bytes of their own."""
+    uses: dict[str, list[_Use]] = {a.name: [] for a in function.arrays if a.shared}
+    barriers: list[_Use] = []
+    places = itertools.count()
+    enough = ("block", "warp") if function.threads <= WARP else ("block",)
+
+    def walk(body: Iterable[Statement], path: tuple[int, ...], loop: int | None) -> None:
+        for s in body:
+            at = next(places) if loop is None else loop
+            if isinstance(s, If):
+                walk(s.body, (*path, at) if loop is None else path, loop)
+            elif isinstance(s, For):
+                walk(s.body, path, at)
+            elif isinstance(s, (Load, Store)) and s.memory in uses:
+                uses[s.memory].append(_Use(at, path))
+            elif isinstance(s, Barrier) and s.scope in enough and loop is None:
+                barriers.append(_Use(at, path))
+
+    walk(function.body, (), None)
+    found = set()
+    for a, b in itertools.combinations(uses, 2):
+        one, other = sorted((uses[a], uses[b]), key=lambda u: min((x.at for x in u), default=0))
+        if not all(_parted(x, y, barriers) for x in one for y in other):
+            found.add(frozenset((a, b)))
+    return found
+
+
+def _parted(first: _Use, second: _Use, barriers: list[_Use]) -> bool:
+    """Whether whoever comes from one use to the other meets a barrier."""
+    return any(
+        first.at < b.at < second.at and b.path in (first.path[: len(b.path)], second.path[: len(b.path)])
+        for b in barriers
+    )
