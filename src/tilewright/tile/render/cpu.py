@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from tilewright.tile.instr import convert, x86
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Function, Parameter
-from tilewright.tile.render.c import SCALARS, element, statements
+from tilewright.tile.ir.thread_ir import Function
+from tilewright.tile.render.c import SCALARS, arguments, element, statements
 
 RECORDS = (*x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY)
 TYPES = """typedef float f32; typedef signed char i8; typedef unsigned char u8; typedef unsigned short u16;
@@ -25,6 +25,10 @@ typedef u16 u16v __attribute__((vector_size(W * 2))); typedef i8 i8v __attribute
 typedef u8 u8v __attribute__((vector_size(W)));
 template <class V> struct loose_of {{ typedef V type __attribute__((aligned(1), may_alias)); }};
 template <class V> using loose = typename loose_of<V>::type;
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL(n) PRAGMA(GCC unroll n)
+#define INFINITE __builtin_inff()
+#define NOT_A_NUMBER __builtin_nanf("")
 constexpr i64 INT64_LEAST = -9223372036854775807ll - 1;
 static const i32v LANES = {{{counts}}};
 static const i64v PLACES = {{{counts}}};"""
@@ -61,24 +65,9 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
         name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"  # `<lambda>` is one
         symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
         if symbol not in symbols:
-            parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
+            parts += ["", arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
         symbols.append(symbol)
     return "\n".join(["// made by tilewright.tile", *parts, ""]), symbols
-
-
-def _arguments(parameters: list[Parameter], symbol: str) -> str:
-    fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
-    return f"struct Args_{symbol} {{ {' '.join(fields)} }};"
-
-
-def _field(p: Parameter) -> str:
-    assert p.dtype is not None
-    return f"{element(p.dtype)}*" if p.kind == "pointer" else "double" if _padded(p) else SCALARS[p.dtype.name]
-
-
-def _padded(p: Parameter) -> bool:
-    """Every field is 8 bytes: a float32 travels as a double, which holds it exactly."""
-    return p.dtype is not None and p.dtype.name == "float32"
 
 
 def _driver(function: Function, symbol: str, body: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""Between threads: where barriers go, and where shared arrays lie."""
