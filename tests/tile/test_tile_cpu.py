@@ -247,7 +247,7 @@ def test_a_fault_in_the_compiler_is_seen(fault: str, monkeypatch: pytest.MonkeyP
             accumulate(self, *args)
             self.tail = tail
 
-        monkeypatch.setattr(kernel._Lowering, "accumulate", unmasked)
+        monkeypatch.setattr(kernel.Lowering, "accumulate", unmasked)
     elif fault == "order of effects":
         monkeypatch.setattr(phases.Plan, "conflict", lambda self, a, b: False)
     else:
