@@ -154,8 +154,11 @@ FOLDS = (
     _fold("or", "x | y"),
 )
 
-_PAIRS = "u16v r; UNROLL(W) for (int l = 0; l < W; l += 2) {{ u32 two; asm(\"cvt.rn.{kind}x2.f32 %0, %1, %2;\" : \"=r\"(two)" \
-         " : \"f\"(x[l + 1 < W ? l + 1 : l]), \"f\"(x[l]));\n  r[l] = (u16)two; if (l + 1 < W) r[l + 1] = (u16)(two >> 16); }} return r;"  # noqa: E501
+_PAIRS = """u16v r;
+  UNROLL(W) for (int l = 0; l < W; l += 2) {{
+    u32 two; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(two) : "f"(x[l + 1 < W ? l + 1 : l]), "f"(x[l]));
+    r[l] = (u16)two; if (l + 1 < W) r[l + 1] = (u16)(two >> 16); }}
+  return r;"""
 
 FLOATS = (
     _lanes("bfloat16_of_float32", "f32", "u16", 'u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r;',
@@ -179,11 +182,12 @@ _INTEGERS = ("int32", "uint32", "int64", "int8", "uint8")
 
 def _of_float(target: str, nearest: bool) -> Record:
     """Saturating; NaN gives 0."""
-    way, name, to = "rni" if nearest else "rzi", f"{target}_of_float32_{'nearest' if nearest else 'zero'}", _NAMES[target]
+    name, way = (f"{target}_of_float32_nearest", "rni") if nearest else (f"{target}_of_float32_zero", "rzi")
+    to = _NAMES[target]
     kind, wide, at = {"i8": ("s8", "i32", "r"), "u8": ("u8", "u32", "r"), "i32": ("s32", "i32", "r"),
                       "u32": ("u32", "u32", "r"), "i64": ("s64", "i64", "l")}[to]  # fmt: skip
-    text = f'{wide} r; asm("cvt.{way}.sat.{kind}.f32 %0, %1;" : "={at}"(r) : "f"(x)); return x != x ? ({to})0 : ({to})r;'
-    return _lanes(name, "f32", to, text)
+    text = f'{wide} r; asm("cvt.{way}.sat.{kind}.f32 %0, %1;" : "={at}"(r) : "f"(x));'
+    return _lanes(name, "f32", to, f"{text} return x != x ? ({to})0 : ({to})r;")
 
 
 CASTS = (
@@ -223,7 +227,8 @@ template <class V, int A = 0, class P> fn V load(P p) {
   V v; EACH v[l] = p[l * step]; return v; }"""),
     Record("store_every", """template <class V, class E> fn void store_every(E* p, i64 step, V v) {
   EACH p[l * step] = v[l]; }"""),
-    Record("load_at", "template <class V, class P> fn V load_at(P p, i64v at) { V v; EACH v[l] = p[at[l]]; return v; }"),
+    Record("load_at", """template <class V, class P> fn V load_at(P p, i64v at) {
+  V v; EACH v[l] = p[at[l]]; return v; }"""),
     Record("load_at_where", """template <class V, class P, class E> fn V load_at_where(P p, i64v at, i32v m, E other) {
   V v; EACH { v[l] = other; if (m[l]) v[l] = p[at[l]]; } return v; }"""),
     Record("store_at", "template <class V, class E> fn void store_at(E* p, i64v at, V v) { EACH p[at[l]] = v[l]; }"),

@@ -7,7 +7,19 @@ import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Parameter, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import (
+    Assign,
+    Barrier,
+    Declare,
+    If,
+    Let,
+    Load,
+    Operand,
+    Parameter,
+    Statement,
+    Store,
+    Type,
+)
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -68,6 +80,8 @@ def expression(s: Let) -> str:
     source = s.operands or s.type
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
+    if s.op in _ACROSS and s.type.lanes == source.lanes == 1:
+        return _of_one_lane(s, source)
     if s.op == "splat":
         value = operand(s.args[0], Type(source.dtype))
         plain = source.dtype.computes or source.dtype == boolean
@@ -119,6 +133,15 @@ def expression(s: Let) -> str:
         typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
         return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
+
+
+_ACROSS = ("splat", "iota", "below", "fold")
+
+
+def _of_one_lane(s: Let, source: Type) -> str:
+    """What crosses lanes, where a vector is a scalar."""
+    value = operand(s.args[0], source)
+    return f"0 < {value}" if s.op == "below" else value
 
 
 def _shifts_within(by: Operand, dtype: DType) -> bool:
@@ -191,7 +214,7 @@ def _statement(s: Statement, where: bool) -> list[str]:
         first, more = f"{s.step} > 0 ? {s.lo} : {s.hi}", f"(u64){s.hi} - (u64){s.var} > (u64){s.step}"
         head = f"for (i64 {s.var} = {first}; {s.var} < {s.hi}; {s.var} = {more} ? {s.var} + {s.step} : {s.hi}) {{"
     if s.unroll:
-        head = f'UNROLL({s.hi}) for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{'
+        head = f"UNROLL({s.hi}) for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{"
     return [head, *statements(s.body, 2, where), "}"]
 
 

@@ -46,7 +46,8 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
         raise LowerError(f"{function.name} needs {total} bytes of shared memory; a block has {MOST_SHARED}")
     body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
-    told = "".join([*head, repr(function.parameters), repr(offsets), str((function.threads, function.instances)), plain])
+    shape = f"{function.threads} {function.instances}"
+    told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
     name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"
     symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     parts = ["// made by tilewright.tile", *head, "", arguments(function.parameters, symbol, *GRID), ""]
