@@ -99,7 +99,7 @@ class Log:
 
     def __init__(self, path: str, start: int, end: float) -> None:
         self.file, self.done, self.end = open(path, "a" if start else "w", encoding="utf-8"), start, end  # noqa: SIM115
-        self.begun, self.what = time.time(), ""
+        self.begun, self.what, self.limit = time.time(), "", HANG
         threading.Thread(target=self._watch, daemon=True).start()
 
     def say(self, row: dict[str, Any], text: str) -> None:
@@ -107,8 +107,15 @@ class Log:
         self.file.flush()
         print(text, flush=True)
 
-    def begin(self, what: str) -> None:
-        self.begun, self.what = time.time(), what
+    def begin(self, what: str, limit: float = HANG) -> None:
+        self.begun, self.what, self.limit = time.time(), what, limit
+
+    def wait(self, future: Future[cuda.Compiled]) -> cuda.Compiled:
+        """What is compiled beside the GPU's work: no case hangs meanwhile."""
+        what, self.what = self.what, ""
+        found = future.result(60)
+        self.begin(what)
+        return found
 
     def over(self) -> bool:
         return time.time() > self.end
@@ -122,8 +129,8 @@ class Log:
     def _watch(self) -> None:
         while True:
             time.sleep(1)
-            if self.what and time.time() - self.begun > HANG:
-                self.onward(f"nothing came back in {HANG:.0f} s")
+            if self.what and time.time() - self.begun > self.limit:
+                self.onward(f"nothing came back in {self.limit:.0f} s")
 
 
 def guarded(log: Log, what: str, work: Callable[[], None]) -> None:
@@ -183,7 +190,7 @@ def work(
     wrong: list[int] = []
 
     def one(seed: int) -> None:
-        if random_case(seed, every[seed].result(60))["bits"]:
+        if random_case(seed, log.wait(every[seed]))["bits"]:
             wrong.append(seed)
 
     for seed in range(first, seeds):
@@ -197,8 +204,7 @@ def work(
     best: dict[Case, float] = {}
 
     def timed(case: Case, schedule: Schedule, future: Future[cuda.Compiled]) -> None:
-        kernel = future.result(60)
-        log.begin(log.what)
+        kernel = log.wait(future)
         if case not in held:
             held.clear()
             torch.cuda.empty_cache()
@@ -238,6 +244,7 @@ def work(
 
 def compiled(log: Log, case: Case, best: dict[Case, float]) -> None:
     kind = KINDS[case.kind]
+    log.begin(log.what, 60.0)
     torch._dynamo.reset()
     function = torch.compile(kind.torch, dynamic=False)
     tensors = sets(case)

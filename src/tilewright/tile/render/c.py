@@ -1,5 +1,5 @@
-"""L1 as C++, for CPUs and GPUs alike: statements, expressions, the struct of arguments. What surrounds a body and what
-the functions called here do is the target's business; see `cpu`, `cuda`."""
+"""L1 as C++, for CPUs and GPUs alike: statements and expressions. What surrounds a body, and what the functions do that
+are called here, is the target's business; see `cpu`, `cuda`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tilewright.tile.ir.thread_ir import (
     Let,
     Load,
     Operand,
-    Parameter,
     Statement,
     Store,
     Type,
@@ -285,20 +284,3 @@ def _other(s: Load) -> str:
     if dtype.name == "float16":
         bits = np.asarray(bits).view(np.uint16)
     return str(int(np.asarray(bits).item()))
-
-
-def arguments(parameters: list[Parameter], symbol: str, *more: str) -> str:
-    """The struct of a kernel's arguments, in fields of 8 bytes; `more` are int64 at the end."""
-    fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
-    fields += [f"i64 {name};" for name in more]
-    return f"struct Args_{symbol} {{ {' '.join(fields)} }};"
-
-
-def _field(p: Parameter) -> str:
-    assert p.dtype is not None
-    return f"{element(p.dtype)}*" if p.kind == "pointer" else "double" if _padded(p) else SCALARS[p.dtype.name]
-
-
-def _padded(p: Parameter) -> bool:
-    """Every field is 8 bytes: a float32 travels as a double, which holds it exactly."""
-    return p.dtype is not None and p.dtype.name == "float32"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from tilewright.tile.instr import convert, x86
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Function
-from tilewright.tile.render.c import SCALARS, arguments, element, statements
+from tilewright.tile.ir.thread_ir import Function, Parameter
+from tilewright.tile.render.c import SCALARS, element, statements
 
 RECORDS = (*x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY)
 TYPES = """typedef float f32; typedef signed char i8; typedef unsigned char u8; typedef unsigned short u16;
@@ -65,9 +65,24 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
         name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"  # `<lambda>` is one
         symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
         if symbol not in symbols:
-            parts += ["", arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
+            parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
         symbols.append(symbol)
     return "\n".join(["// made by tilewright.tile", *parts, ""]), symbols
+
+
+def _arguments(parameters: list[Parameter], symbol: str) -> str:
+    fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
+    return f"struct Args_{symbol} {{ {' '.join(fields)} }};"
+
+
+def _field(p: Parameter) -> str:
+    assert p.dtype is not None
+    return f"{element(p.dtype)}*" if p.kind == "pointer" else "double" if _padded(p) else SCALARS[p.dtype.name]
+
+
+def _padded(p: Parameter) -> bool:
+    """Every field is 8 bytes: a float32 travels as a double, which holds it exactly."""
+    return p.dtype is not None and p.dtype.name == "float32"
 
 
 def _driver(function: Function, symbol: str, body: str) -> list[str]:

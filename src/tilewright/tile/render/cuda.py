@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from tilewright.tile.errors import LowerError
 from tilewright.tile.instr import nvidia
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Function
-from tilewright.tile.render.c import SCALARS, arguments, element, statements
+from tilewright.tile.ir.thread_ir import Function, Parameter
+from tilewright.tile.render.c import SCALARS, element, statements
 
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block can ask for on sm_90; less elsewhere, which the driver says."""
@@ -50,29 +50,47 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
     told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
     name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"
     symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
-    parts = ["// made by tilewright.tile", *head, "", arguments(function.parameters, symbol, *GRID), ""]
-    bound = function.threads * function.instances
-    parts.append(f'extern "C" __global__ void __launch_bounds__({bound})')
-    parts.append(f"{symbol}(const __grid_constant__ Args_{symbol} args) {{")
-    parts += [*_places(function), *_arrays(function, offsets, apart), *_parameters(function), body, "}", ""]
+    parts = ["// made by tilewright.tile", *head, ""]
+    parts.append(f'extern "C" __global__ void __launch_bounds__({function.threads * function.instances})')
+    given = [_argument(p, p.of in function.read_only) for p in arguments(function)]
+    parts.append(f"{symbol}({', '.join([*given, *(f'const i64 {g}' for g in GRID)])}) {{")
+    wrapped = [p for p in arguments(function) if p.kind == "pointer" and p.of in function.read_only]
+    parts += [f"  const ReadOnly<{_element(p)}> {p.name} = {{{p.name}_}};" for p in wrapped]
+    parts += [*_places(function), *_arrays(function, offsets, apart), body, "}", ""]
     return Source("\n".join(parts), symbol, total)
+
+
+def arguments(function: Function) -> list[Parameter]:
+    """What a launch passes, before the three counts of the grid."""
+    return [p for p in function.parameters if p.kind != "builtin"]
+
+
+def _element(p: Parameter) -> str:
+    assert p.dtype is not None
+    return element(p.dtype)
+
+
+def _argument(p: Parameter, read_only: bool) -> str:
+    assert p.dtype is not None
+    if p.kind != "pointer":
+        return f"const {SCALARS[p.dtype.name]} {p.name}"
+    return f"const {_element(p)}* const {p.name}_" if read_only else f"{_element(p)}* const {p.name}"
 
 
 def _places(function: Function) -> list[str]:
     """Which instance, and which of its threads."""
     used = {p.name for p in function.parameters if p.kind == "builtin"}
-    out = ["  const u32 grid1 = (u32)args.grid1, grid2 = (u32)args.grid2;"]
+    out = ["  const u32 inner = (u32)(grid1 * grid2);"]
     if function.instances == 1:
         out.append("  const u32 instance = blockIdx.x;")
     else:
         out.append(f"  const u32 instance = blockIdx.x * {function.instances}u + threadIdx.y;")
-        out.append("  if (instance >= (u32)args.grid0 * grid1 * grid2) return;")
+        out.append("  if (instance >= (u32)grid0 * inner) return;")
+    if {"pid0", "pid1", "pid2"} & used:  # most grids have one axis, and need no division
+        out.append("  const u32 row = inner == 1 ? instance : instance / inner, within = instance - row * inner;")
+        out.append("  const i64 pid0 = row;")
     if {"pid1", "pid2"} & used:
-        out.append("  const i64 pid2 = grid2 == 1 ? 0 : instance % grid2;")
-        out.append("  const u32 before = grid2 == 1 ? instance : instance / grid2;")
-        out.append("  const i64 pid1 = before % grid1, pid0 = before / grid1;")
-    elif "pid0" in used:
-        out.append("  const i64 pid0 = grid1 * grid2 == 1 ? instance : instance / (grid1 * grid2);")
+        out.append("  const i64 pid1 = grid2 == 1 ? within : within / (u32)grid2, pid2 = within - pid1 * grid2;")
     if "tid" in used:
         out.append("  const i64 tid = threadIdx.x;")
     return out
@@ -90,22 +108,4 @@ def _arrays(function: Function, offsets: dict[str, int], apart: int) -> list[str
             out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
         else:
             out.append(f"  {kind} {a.name}[{a.elements}];")
-    return out
-
-
-def _parameters(function: Function) -> list[str]:
-    out = []
-    for p in function.parameters:
-        if p.kind == "builtin":
-            if p.name == "grid0":
-                out.append("  const i64 grid0 = args.grid0;")
-            continue
-        assert p.dtype is not None
-        kind = element(p.dtype)
-        if p.kind != "pointer":
-            out.append(f"  const {SCALARS[p.dtype.name]} {p.name} = ({SCALARS[p.dtype.name]})args.{p.name};")
-        elif p.of in function.read_only:
-            out.append(f"  const ReadOnly<{kind}> {p.name} = {{args.{p.name}}};")
-        else:
-            out.append(f"  {kind}* const {p.name} = args.{p.name};")
     return out

@@ -10,17 +10,19 @@ import ctypes
 import hashlib
 import json
 import math
+import struct
 import sys
 import threading
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_uint, c_void_p
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tilewright.tile.dtypes import float32
 from tilewright.tile.errors import CompilerError, TileError
 from tilewright.tile.ir.text import program_text
-from tilewright.tile.ir.thread_ir import Function
+from tilewright.tile.ir.thread_ir import Function, Parameter
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cuda as render
@@ -76,15 +78,15 @@ class Compiled:
         """
         driver = Driver.get()
         driver.enter()
-        data = c_char_p(packed + b"".join(n.to_bytes(8, "little") for n in grid))
-        held = (c_void_p * 1)(ctypes.cast(data, c_void_p))
+        fields = [_field(p, packed, 8 * i) for i, p in enumerate(self.parameters)] + [c_int64(n) for n in grid]
+        held = (c_void_p * len(fields))(*map(ctypes.addressof, fields))
         at = current_stream() if stream is None else stream
         driver.call("cuLaunchKernel", self.entry(driver), c_uint(self.blocks(grid)), c_uint(1), c_uint(1),
                     *map(c_uint, self.block), c_uint(self.source.shared), c_void_p(at), held, None)  # fmt: skip
 
     @property
-    def parameters(self) -> list[Any]:
-        return [p for p in self.function.parameters if p.kind != "builtin"]
+    def parameters(self) -> list[Parameter]:
+        return render.arguments(self.function)
 
     def entry(self, driver: Driver) -> c_void_p:
         """The kernel in the current context."""
@@ -98,6 +100,13 @@ class Compiled:
                 driver.call("cuFuncSetAttribute", found, c_int(MAX_DYNAMIC_SHARED), c_int(self.source.shared))
             self.loaded[context] = found
         return found
+
+
+def _field(p: Parameter, packed: bytes, at: int) -> Any:
+    """One argument, out of what `pack` made."""
+    if p.kind == "scalar" and p.dtype == float32:
+        return c_float(struct.unpack_from("=d", packed, at)[0])
+    return c_int64.from_buffer_copy(packed, at)
 
 
 class Driver:

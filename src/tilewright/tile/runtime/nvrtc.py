@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tilewright.tile.errors import CompilerError
 
-FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "-diag-suppress=177")
+FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--diag-suppress=177")
 """Products and sums round apart, division and square root as IEEE 754 says, and denormals are kept."""
 NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "--fmad=false", "-Xptxas=-v", "-diag-suppress=177")
 SECONDS = 120
