@@ -2,10 +2,10 @@
 
     python scripts/tile_gpu.py [--seconds 110] [--random 60] [--only norm,swiglu] [--json tile_gpu.jsonl]
 
-First come random programs, which must give the interpreter's bits. Then each kernel, shape and dtype with several
-schedules: a few rows against the interpreter bit for bit, all rows against torch, then times by replaying CUDA graphs
-over inputs that together are four times the second-level cache, beside a device copy of as many bytes. In the time that
-is left torch.compile is timed likewise. A case that fails is a line; one that takes the GPU down or hangs is one too,
+Each kernel, shape and dtype runs with several schedules: a few rows against the interpreter bit for bit, all rows
+against torch, then times by replaying CUDA graphs over inputs that together are four times the second-level cache,
+beside a device copy of as many bytes. Then random programs must give the interpreter's bits. In the time that is left
+torch.compile is timed likewise. A case that fails is a line; one that takes the GPU down or hangs is one too,
 and a new process goes on behind it.
 """
 
@@ -35,7 +35,7 @@ from tilewright.tile.runtime.arguments import pack
 from tilewright.tile.schedule import Schedule
 
 Tensor = torch.Tensor
-HANG = 20.0
+HANG = 10.0
 """Seconds without a result after which a case is given up."""
 
 
@@ -172,9 +172,9 @@ def main() -> None:
     facts["torch"] = torch.__version__
     log.say(facts, str(facts))
     with ThreadPoolExecutor(max_workers=8) as pool:
+        made = [pool.submit(lambda c=c, s=s: cuda.compile(c.program(s), s, arch)) for c, s in jobs]
         every = [pool.submit(lambda i=i: cuda.compile(generate.sample(i).program, random_schedule(i), arch))
                  for i in range(given.random)]  # fmt: skip
-        made = [pool.submit(lambda c=c, s=s: cuda.compile(c.program(s), s, arch)) for c, s in jobs]
         work(log, given.random, every, jobs, made)
         for left in (*every, *made):
             left.cancel()
@@ -186,19 +186,14 @@ def work(
     log: Log, seeds: int, every: list[Future[cuda.Compiled]], jobs: list[tuple[Case, Schedule]],
     made: list[Future[cuda.Compiled]],
 ) -> None:  # fmt: skip
-    first, begun = log.done, time.time()
+    ran: list[int] = []
     wrong: list[int] = []
 
     def one(seed: int) -> None:
         if random_case(seed, log.wait(every[seed]))["bits"]:
             wrong.append(seed)
+        ran.append(seed)
 
-    for seed in range(first, seeds):
-        guarded(log, f"random program {seed}", lambda seed=seed: one(seed))
-    if first < seeds:
-        log.say({"random": seeds - first, "wrong": wrong},
-                f"random programs: {seeds - first} run, {len(wrong)} not the interpreter's bits {wrong}, "
-                f"{time.time() - begun:.1f} s")  # fmt: skip
     print(f"{'case':<36} {'threads x instances, vector':>10} regs spill     us   GB/s of copy  bits values")
     held: dict[Case, list[dict[str, Tensor]]] = {}
     best: dict[Case, float] = {}
@@ -225,7 +220,7 @@ def work(
                      f"{said['values'] or 'close'}")  # fmt: skip
 
     for i, ((case, schedule), future) in enumerate(zip(jobs, made, strict=True)):
-        if seeds + i < log.done:
+        if i < log.done:
             continue
         if log.over():
             print(f"time is up: {len(jobs) - i} of {len(jobs)} not run")
@@ -233,6 +228,15 @@ def work(
         guarded(log, f"{case.name} {schedule.threads}x{schedule.instances},{schedule.vector}",
                 lambda c=case, s=schedule, f=future: timed(c, s, f))  # fmt: skip
     held.clear()
+    begun = time.time()
+    for seed in range(max(0, log.done - len(jobs)), seeds):
+        if log.over():
+            break
+        guarded(log, f"random program {seed}", lambda seed=seed: one(seed))
+    if ran:
+        log.say({"random": ran, "wrong": wrong},
+                f"random programs: {len(ran)} run, {len(wrong)} not the interpreter's bits {wrong}, "
+                f"{time.time() - begun:.1f} s")  # fmt: skip
     for i, case in enumerate(c for c in dict.fromkeys(c for c, _ in jobs) if c.kind != "swiglu_flat"):
         if seeds + len(jobs) + i < log.done:
             continue
