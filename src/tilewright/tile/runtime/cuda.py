@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilewright.tile.dtypes import float32
 from tilewright.tile.errors import CompilerError, TileError
 from tilewright.tile.ir.text import program_text
 from tilewright.tile.ir.thread_ir import Function, Parameter
@@ -27,6 +26,7 @@ from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cuda as render
 from tilewright.tile.runtime import nvrtc
+from tilewright.tile.runtime.arguments import is_real
 from tilewright.tile.runtime.nvrtc import Cubin
 from tilewright.tile.runtime.store import DIGEST, Store, compiler_digest
 from tilewright.tile.schedule import Schedule
@@ -104,7 +104,7 @@ class Compiled:
 
 def _field(p: Parameter, packed: bytes, at: int) -> Any:
     """One argument, out of what `pack` made."""
-    if p.kind == "scalar" and p.dtype == float32:
+    if is_real(p):
         return c_float(struct.unpack_from("=d", packed, at)[0])
     return c_int64.from_buffer_copy(packed, at)
 
