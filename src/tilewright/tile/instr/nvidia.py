@@ -139,10 +139,11 @@ fn bool shuffle_xor(bool x, int mask) { return __shfl_xor_sync(0xffffffffu, (i32
 
 
 def _fold(name: str, step: str) -> Record:
-    return Record(f"fold_{name}", f"""template <class E> fn E fold_{name}(Vec<E> a) {{
-  UNROLL(W) for (int n = W / 2; n; n /= 2) {{ UNROLL(W) for (int l = 0; l < n; l++) {{
-    E x = a[l], y = a[l + n]; a[l] = {step}; }} }}
-  return a[0]; }}""")  # fmt: skip
+    """By halves; a loop over halves is not unrolled where there are 16 lanes, and the vector would lie in memory."""
+    return Record(f"fold_{name}", f"""template <int N = W, class E> fn E fold_{name}(Vec<E> a) {{
+  if constexpr (N == 1) return a[0]; else {{
+    UNROLL(N) for (int l = 0; l < N / 2; l++) {{ E x = a[l], y = a[l + N / 2]; a[l] = {step}; }}
+    return fold_{name}<N / 2>(a); }} }}""")  # fmt: skip
 
 
 FOLDS = (
