@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tilewright.tile.errors import CompilerError, LowerError, TileError
 from tilewright.tile.lang.library import softmax
 from tilewright.tile.oracle import generate
 from tilewright.tile.runtime import cuda, nvrtc
+from tilewright.tile.runtime.arguments import Memory, alignment
 from tilewright.tile.schedule import Schedule
 
 needs_compiler = pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
@@ -120,3 +122,17 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install nvidia-cuda-nvrtc" in nvrtc.missing()
     with pytest.raises(CompilerError, match="nvidia-cuda-nvrtc"):
         nvrtc.compile("", "f", "sm_90")
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    row = tile.kernel(_softmax, static={"x": (1,)})
+    here = Memory(64, (2, 8), (8, 1), F32)
+    with pytest.raises(TileError, match="x is on cpu, y is on cuda:1"):
+        row[2](here, replace(here, address=4096, device="cuda:1"))
+
+
+@pytest.mark.parametrize(
+    "address, strides, wanted", [(64, (8, 1), 16), (4, (8, 1), 4), (64, (6, 1), 8), (64, (8, 2), 8)]
+)
+def test_alignment_is_what_divides_addresses_and_strides(address: int, strides: tuple[int, int], wanted: int) -> None:
+    assert alignment(Memory(address, (2, 8), strides, F32)) == wanted

@@ -31,6 +31,7 @@ class Memory:
     dtype: DType
     levels: int = 1
     read_only: bool = False
+    device: str = "cpu"
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -57,7 +58,7 @@ def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory
         dtype: of the elements, where the array's own does not tell (bfloat16 as uint16 in numpy).
 
     Raises:
-        TileError: its memory is not what its shape, strides and dtype alone say, or no CPU kernel can reach it.
+        TileError: its memory is not what its shape, strides and dtype alone say, or no kernel can reach it.
     """
     if isinstance(array, np.ndarray):
         return _numpy(array, dtype, levels)
@@ -85,8 +86,8 @@ def _numpy(array: np.ndarray[Any, Any], dtype: DType | None, levels: int) -> Mem
 
 def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
     device, layout = str(getattr(array, "device", "cpu")), str(getattr(array, "layout", "torch.strided"))
-    if device.partition(":")[0] != "cpu":
-        raise TileError(f"a tensor on {device}: kernels run on the CPU")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise TileError(f"a tensor on {device}: kernels run on the CPU and on NVIDIA GPUs")
     if layout.rpartition(".")[2] != "strided":
         raise TileError(f"a tensor of layout {layout.rpartition('.')[2]}: .to_dense() has strides")
     for bit, lazy in (("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")):
@@ -100,7 +101,7 @@ def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
         address = 0 if nowhere else array.data_ptr()
     except RuntimeError as error:
         raise TileError(f"a {type(array).__name__} has no memory of its own ({error})") from None
-    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels)
+    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels, device=device)
     if 0 not in made.shape and not address:
         raise TileError(f"a {type(array).__name__} of shape {made.shape} that has no memory")
     return made
