@@ -136,3 +136,14 @@ def test_tensors_of_two_devices_are_refused() -> None:
 )
 def test_alignment_is_what_divides_addresses_and_strides(address: int, strides: tuple[int, int], wanted: int) -> None:
     assert alignment(Memory(address, (2, 8), strides, F32)) == wanted
+
+
+@needs_compiler
+def test_explain_lists_what_was_decided_for_a_gpu() -> None:
+    view = ViewType(tile.bfloat16, (None, 4096), align=16)
+    kernel = tile.kernel(_softmax, static={"x": (1,)})
+    said = tile.explain(kernel, {"x": view, "y": view}, gpu="sm_90", schedule=Schedule(256, 1, 8))
+    assert "threads       256 an instance, vectors of 8 elements" in said and "x.shape[1] = 4096" in said
+    assert re.search(r"access +load p_x \(.*\): 16 bytes at once", said) and "barrier       block" in said
+    assert re.search(r"shared +64 bytes a block, in 2 arrays\n", said), said
+    assert re.search(r"registers +[1-9]\d* a thread, 0 bytes spilled, 0 of stack", said)
