@@ -1,7 +1,7 @@
 """CUDA C++ to a cubin: NVRTC through ctypes, or nvcc where it is missing. Neither needs a GPU.
 
 NVRTC is a shared library that torch's CUDA wheels bring, and `pip install nvidia-cuda-nvrtc`. It runs in this process:
-generated code has no header and no recursion of templates, so nothing in it can take long.
+generated code has no header and little of templates, so nothing in it can take long.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
@@ -23,7 +24,6 @@ from tilewright.tile.errors import CompilerError
 
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--diag-suppress=177")
 """Products and sums round apart, division and square root as IEEE 754 says, and denormals are kept."""
-NVCC_FLAGS = ("-cubin", "-O3", "-std=c++17", "--fmad=false", "-Xptxas=-v", "-diag-suppress=177")
 SECONDS = 120
 
 
@@ -44,33 +44,39 @@ def missing() -> str:
     return "" if nvrtc_file() or nvcc() else "neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc is here"
 
 
-@cache
 def version() -> str:
     """The compiler in use; "" where there is none."""
     if nvrtc_file():
         return Nvrtc.get().version
     tool = nvcc()
-    if not tool:
-        return ""
-    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    return f"nvcc {_nvcc_version(tool)}" if tool else ""
+
+
+@cache
+def _nvcc_version(tool: str) -> str:
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
-    return f"nvcc {found.group(1) if found else ''}"
+    return found.group(1) if found else text.strip().splitlines()[-1]
 
 
 def compile(text: str, symbol: str, arch: str) -> Cubin:
-    """Compile for an architecture ("sm_90").
+    """Compile a tile kernel for an architecture ("sm_90"). See `compiled`."""
+    image, log = compiled(text, symbol, [f"-arch={arch}", *FLAGS])
+    return Cubin(image, _told(r"Used (\d+) registers", log), _told(r"(\d+) bytes spill stores", log),
+                 _told(r"(\d+) bytes stack frame", log), log)  # fmt: skip
+
+
+def compiled(text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
+    """(cubin, log) of any source; both compilers take these flags.
 
     Raises:
         CompilerError: there is no compiler, or it refused; with its log.
     """
     if nvrtc_file():
-        image, log = Nvrtc.get().compile(text, f"{symbol}.cu", [f"--gpu-architecture={arch}", *FLAGS])
-    elif tool := nvcc():
-        image, log = _run_nvcc(tool, text, symbol, arch)
-    else:
-        raise CompilerError(missing())
-    return Cubin(image, _told(r"Used (\d+) registers", log), _told(r"(\d+) bytes spill stores", log),
-                 _told(r"(\d+) bytes stack frame", log), log)  # fmt: skip
+        return Nvrtc.get().compile(text, f"{symbol}.cu", flags)
+    if tool := nvcc():
+        return _run_nvcc(tool, text, symbol, flags)
+    raise CompilerError(missing())
 
 
 def _told(pattern: str, log: str) -> int:
@@ -129,28 +135,29 @@ class Nvrtc:
             raise CompilerError(f"{what}: {self._error(code)}")
 
 
-def _run_nvcc(tool: str, text: str, symbol: str, arch: str) -> tuple[bytes, str]:
+def _run_nvcc(tool: str, text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
         given, made = Path(folder, f"{symbol}.cu"), Path(folder, f"{symbol}.cubin")
         given.write_text(text, encoding="utf-8")
-        command = [tool, *NVCC_FLAGS, f"-arch={arch}", str(given), "-o", str(made)]
+        command = [tool, "-cubin", "-O3", *flags, str(given), "-o", str(made)]
         try:
             run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             raise CompilerError(f"{tool} took more than {SECONDS} s") from None
         if run.returncode:
-            raise CompilerError(f"{symbol}: nvcc refused generated code", (run.stdout + run.stderr)[-4000:])
+            raise CompilerError(f"{symbol}: nvcc failed ({' '.join(flags)})", (run.stdout + run.stderr)[-4000:])
         return made.read_bytes(), run.stdout + run.stderr
 
 
 @cache
 def nvrtc_file() -> str:
     """NVRTC in the wheels, in the toolkit, or where the loader looks; "" where it is nowhere."""
-    folders = [p / "lib" for p in _wheels()] + [p / sub for p in _toolkits() for sub in ("lib64", "lib")]
+    folders = [p / "lib" for p in wheels()] + [p / sub for p in toolkits() for sub in ("lib64", "lib")]
     files = {f for folder in folders for f in folder.glob("libnvrtc.so.*") if f.suffix[1:].isdigit()}
-    if files:  # a cubin loads on every driver of its major version or later: what a loaded torch was built for is first
-        loaded = {f.suffix[1:] for f in files if str(f) in _maps()}
-        return str(max(files, key=lambda f: (f.suffix[1:] in loaded, int(f.suffix[1:]), str(f))))
+    if files:  # a cubin loads on every driver of its major version or later: what torch was built for comes first
+        torch = sys.modules.get("torch")
+        major = ((torch.version.cuda if torch is not None else None) or "").split(".")[0]
+        return str(max(files, key=lambda f: (f.suffix[1:] == major, int(f.suffix[1:]), str(f))))
     for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
         try:
             ctypes.CDLL(name)
@@ -160,29 +167,23 @@ def nvrtc_file() -> str:
     return ""
 
 
-def _maps() -> str:
-    try:
-        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 @cache
 def nvcc() -> str:
-    for folder in _toolkits():
+    for folder in toolkits():
         if (folder / "bin/nvcc").is_file():
             return str(folder / "bin/nvcc")
     return shutil.which("nvcc") or ""
 
 
-def _wheels() -> list[Path]:
+def wheels() -> list[Path]:
     """The folders of NVIDIA's wheels: nvidia/cu13, nvidia/cuda_nvrtc, ..."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     return sorted(child for root in roots for child in Path(root).glob("cu*") if child.is_dir())
 
 
-def _toolkits() -> list[Path]:
+def toolkits() -> list[Path]:
+    """The folders of whole toolkits."""
     named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     if tool := shutil.which("nvcc"):
         named.append(str(Path(tool).resolve().parent.parent))
