@@ -69,6 +69,15 @@ def test_random_programs_compile(seed: int) -> None:
     assert made.cubin.registers > 0
 
 
+@pytest.mark.skipif(not nvrtc.nvcc(), reason="nvcc is not here")
+@pytest.mark.parametrize("name", ["norm to int8", "to float8"])
+def test_nvcc_serves_where_nvrtc_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "nvrtc_file", lambda: "")
+    assert nvrtc.version().startswith("nvcc")
+    made = cuda.compile(*PROGRAMS[name](), "sm_90")
+    assert made.cubin.registers > 0 and made.cubin.spills == made.cubin.stack == 0
+
+
 def test_the_text_says_what_was_proven() -> None:
     """Sixteen bytes an access where all divide by it, read-only loads of what nobody writes, no header."""
     _, source = cuda.text_of(_program(4096), Schedule(128, 1, 8))

@@ -203,7 +203,7 @@ MEMORY = (
 template <> struct Bytes<1> { typedef u8 type; }; template <> struct Bytes<2> { typedef u16 type; };
 template <> struct Bytes<4> { typedef u32 type; }; template <> struct Bytes<8> { typedef uint2 type; };
 template <> struct Bytes<16> { typedef uint4 type; };
-constexpr int at_once(int align, int item, int all) {
+__device__ constexpr int at_once(int align, int item, int all) {
   int n = align > item ? align : item; n = n < all ? n : all; return n < 16 ? n : 16; }"""),
     Record("load", """template <class T, class E> fn T piece(const E* p, int i) { return ((const T*)p)[i]; }
 template <class T, class E> fn T piece(ReadOnly<E> p, int i) { return __ldg((const T*)p.p + i); }
