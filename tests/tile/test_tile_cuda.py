@@ -91,6 +91,14 @@ def test_the_text_says_what_was_proven() -> None:
     assert "load<u16v, 2>" in text and "load<u16v, 16>" not in text
 
 
+def test_a_view_that_another_may_overwrite_is_not_read_only() -> None:
+    view = ViewType(F32, (None, 64), align=16)
+    kernel = tile.kernel(_softmax, static={"x": (1,)})
+    for found, read_only in ((kernel, True), (kernel.aliased(("x", "y")), False)):
+        text = cuda.text_of(found.trace({"x": view, "y": view}), Schedule(32, 1, 4))[1].text
+        assert ("> p_x = {p_x_}" in text) == read_only
+
+
 def test_more_shared_memory_than_a_block_has_is_refused() -> None:
     with pytest.raises(LowerError, match=r"norm needs \d+ bytes of shared memory"):
         cuda.text_of(_program(65536), Schedule(32, 1, 8))
