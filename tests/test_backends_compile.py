@@ -26,6 +26,7 @@ from tilewright.core.backend import Artifact, Parameter
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device, device_of, target_device
 from tilewright.core.launch import Launch, Scratch, scratches
+from tilewright.tile.runtime import nvrtc
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -231,12 +232,12 @@ def _add(function: Any, n: int = 1000, **options: Any) -> Launch:
 @has_compiler
 @pytest.mark.parametrize("tool", ["nvrtc", "nvcc"])
 def test_cuda_source_compiles_to_an_artifact(source: cuda.Source, tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tool == "nvrtc" and not cuda.nvrtc_file():
+    if tool == "nvrtc" and not nvrtc.nvrtc_file():
         pytest.skip("NVRTC is not here")
     if tool == "nvcc":
-        if not cuda.nvcc():
+        if not nvrtc.nvcc():
             pytest.skip("nvcc is not here")
-        monkeypatch.setattr(cuda, "nvrtc_file", lambda: None)
+        monkeypatch.setattr(nvrtc, "nvrtc_file", lambda: "")
     assert cuda.compiler().startswith(tool)
     artifact = cuda.CudaBackend().compile(_add(source, shared=1024), H100)
     assert artifact.block == (128, 1, 1) and artifact.shared == 1024

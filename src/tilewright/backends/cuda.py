@@ -1,27 +1,20 @@
 """The CUDA backend: hand-written CUDA C++ compiled to cubins by NVRTC or nvcc, and prebuilt cubins.
 
 NVRTC (a shared library that torch's CUDA wheels bring, or `pip install nvidia-cuda-nvrtc`) is preferred: three times
-faster and no host compiler. Neither needs a GPU. The sources live beside the ops; loading and launching in `cubin.py`.
+faster and no host compiler. Neither needs a GPU. The sources live beside the ops; NVRTC in
+`tile/runtime/nvrtc.py`, loading and launching in `cubin.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib.util
 import os
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tilewright.backends.cubin import CubinRunner
 from tilewright.core import artifacts
@@ -31,6 +24,8 @@ from tilewright.core.device import Device
 from tilewright.core.errors import TilewrightError
 from tilewright.core.launch import Launch, Scratch
 from tilewright.core.reason import Reason
+from tilewright.tile.errors import CompilerError
+from tilewright.tile.runtime import nvrtc
 
 TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 STANDARD = "--std=c++17"
@@ -90,7 +85,7 @@ class CudaBackend(Backend):
     name = "cuda"
 
     def missing(self) -> Reason | None:
-        if nvrtc_file() or nvcc():
+        if not nvrtc.missing():
             return None
         return Reason(
             "package",
@@ -185,9 +180,7 @@ def _macros(constants: Mapping[str, Any]) -> list[str]:
 
 def compiler() -> str:
     """The compiler in use with its version, as it enters cache keys; "" when there is none."""
-    if nvrtc_file():
-        return Nvrtc.get().version
-    return f"nvcc {_nvcc_version(found)}" if (found := nvcc()) else ""
+    return nvrtc.version()
 
 
 def compile_source(
@@ -196,114 +189,19 @@ def compile_source(
     """The cubin of `source` for `arch` ("sm_90", "sm_90a"). Raises CompileError with the compiler's log."""
     flags = [f"-arch={arch}", STANDARD, *options]
     flags += [f"-I{folder}" for folder in (*include, *toolkit_include())]
-    if nvrtc_file():
-        image = Nvrtc.get().compile(source, f"{symbol}.cu", flags)
-    elif found := nvcc():
-        image = _run_nvcc(found, source, symbol, flags)
-    else:
-        raise CompileError(f"{symbol}: {CudaBackend().missing()}", "")
+    try:
+        image, _ = nvrtc.compiled(source, symbol, flags)
+    except CompilerError as error:
+        raise CompileError(error.problem, error.log) from None
     if f".text.{symbol}\0".encode() not in image:
         raise CompileError(f'{symbol}: the source has no extern "C" __global__ function of this name', "")
     return image
 
 
-class Nvrtc:
-    """NVRTC through ctypes."""
-
-    def __init__(self, file: str) -> None:
-        for builtins in sorted(Path(file).parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)  # NVRTC itself looks only on the loader's path
-        self.library = ctypes.CDLL(file)
-        major, minor = c_int(), c_int()
-        self._check(self.library.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
-        self.version = f"nvrtc {major.value}.{minor.value}"
-
-    @staticmethod
-    @cache
-    def get() -> Nvrtc:
-        return Nvrtc(nvrtc_file() or "libnvrtc.so")
-
-    def compile(self, source: str, name: str, flags: Sequence[str]) -> bytes:
-        program = c_void_p()
-        text = c_char_p(source.encode())
-        flags = [*flags, "-default-device"]  # before 13.5 a generic lambda counts as a host function without it
-        self._check(self.library.nvrtcCreateProgram(byref(program), text, c_char_p(name.encode()), 0, None, None), name)
-        try:
-            array = (c_char_p * len(flags))(*(flag.encode() for flag in flags))
-            code = self.library.nvrtcCompileProgram(program, len(flags), array)
-            if code:
-                log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-                raise CompileError(f"{name}: {self._error(code)} ({self.version}, {' '.join(flags)})", log)
-            return self._read(program, "CUBIN")
-        finally:
-            self.library.nvrtcDestroyProgram(byref(program))
-
-    def _read(self, program: c_void_p, what: str) -> bytes:
-        size = c_size_t()
-        self._check(getattr(self.library, f"nvrtcGet{what}Size")(program, byref(size)), what)
-        buffer = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer), what)
-        return buffer.raw
-
-    def _error(self, code: int) -> str:
-        function = self.library.nvrtcGetErrorString
-        function.restype = c_char_p
-        return (function(code) or b"").decode()
-
-    def _check(self, code: int, what: str) -> None:
-        if code:
-            raise CompileError(f"{what}: {self._error(code)}", "")
-
-
-def _run_nvcc(tool: str, source: str, symbol: str, flags: Sequence[str]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        given, made = Path(folder, f"{symbol}.cu"), Path(folder, f"{symbol}.cubin")
-        given.write_text(source)
-        run = subprocess.run(
-            [tool, "-cubin", "-O3", *flags, str(given), "-o", str(made)], capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            raise CompileError(f"{symbol}: nvcc failed ({' '.join(flags)})", run.stdout + run.stderr)
-        return made.read_bytes()
-
-
-@cache
-def nvrtc_file() -> str | None:
-    """NVRTC in the wheels beside torch, in the toolkit, or where the loader looks."""
-    folders = [p / "lib" for p in _wheels()] + [p / sub for p in _toolkits() for sub in ("lib64", "lib")]
-    files = {f for folder in folders for f in folder.glob("libnvrtc.so.*") if f.suffix[1:].isdigit()}
-    # A cubin loads on every driver of its major version or later: the version torch was built for comes first.
-    torch_major = (torch.version.cuda or "").split(".")[0]
-    if files:
-        return str(max(files, key=lambda f: (f.suffix[1:] == torch_major, int(f.suffix[1:]), str(f))))
-    for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
-    return None
-
-
-@cache
-def nvcc() -> str | None:
-    for folder in _toolkits():
-        if (folder / "bin/nvcc").is_file():
-            return str(folder / "bin/nvcc")
-    return shutil.which("nvcc")
-
-
-@cache
-def _nvcc_version(tool: str) -> str:
-    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"V(\d+\.\d+\.\d+)", text)
-    return found.group(1) if found else text.strip().splitlines()[-1]
-
-
 @cache
 def toolkit_include() -> tuple[str, ...]:
     """The folder with cuda_bf16.h, for sources that include it; empty when there is none."""
-    for folder in (p / "include" for p in (*_wheels(), *_toolkits())):
+    for folder in (p / "include" for p in (*nvrtc.wheels(), *nvrtc.toolkits())):
         if (folder / "cuda_bf16.h").is_file():
             return (str(folder),)
     return ()
@@ -315,21 +213,7 @@ def cccl_include() -> tuple[str, ...]:
 
     Sources say `cuda/std/cassert` or, since CUDA 13, `cccl/cuda/std/cassert`: so both levels are folders to search.
     """
-    for folder in (p / "include" for p in (*_wheels(), *_toolkits())):
+    for folder in (p / "include" for p in (*nvrtc.wheels(), *nvrtc.toolkits())):
         if (folder / "cccl" / "cuda" / "std" / "cassert").is_file():
             return str(folder / "cccl"), str(folder)
     return ()
-
-
-def _wheels() -> list[Path]:
-    """The folders of NVIDIA's wheels: nvidia/cu13, nvidia/cuda_nvrtc, ..."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    return sorted(child for root in roots for child in Path(root).glob("cu*") if child.is_dir())
-
-
-def _toolkits() -> list[Path]:
-    named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    if tool := shutil.which("nvcc"):
-        named.append(str(Path(tool).resolve().parent.parent))
-    return [Path(folder) for folder in named if folder and Path(folder).is_dir()]

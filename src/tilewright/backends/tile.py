@@ -1,27 +1,34 @@
-"""The tile backend: kernels of the library's own tile compiler, run on the CPU.
+"""The tile backend: kernels of the library's own tile compiler, on CPUs and on NVIDIA GPUs.
 
 A kernel function returns launches whose `function` is a `tile.Kernel`. `args` are its arguments by name; a tensor is a
 view of its rows, [rows, columns], unless `options["flat"]` names it: then it is one axis of all its elements. What an
-option or an absent tensor leaves out of the kernel is a constant of its trace. How tiles are compiled is in `tile/`.
+option or an absent tensor leaves out of the kernel is a constant of its trace. On a GPU `options["schedule"]` says how
+an instance is spread over threads, and sizes that the kernel asks for are constants. How tiles are compiled is in
+`tile/`; what is compiled for a GPU goes through the house's one launcher.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tilewright.core.backend import Backend, Buffers, Runner
+from tilewright.backends.cubin import CubinRunner
+from tilewright.core.backend import Artifact, Backend, Buffers, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.device import Device
 from tilewright.core.launch import Launch, Scratch, scratches
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
-from tilewright.tile.ir.tile_ir import ViewType
+from tilewright.tile.ir.tile_ir import Program, ViewType
 from tilewright.tile.lang.kernel import Argument
-from tilewright.tile.runtime import cpu, target
-from tilewright.tile.runtime.arguments import Memory, pack, type_of
+from tilewright.tile.render.cuda import GRID
+from tilewright.tile.runtime import cpu, cuda, target
+from tilewright.tile.runtime.arguments import Memory, alignment, is_real, pack, type_of, value_of
 from tilewright.tile.runtime.store import compiler_digest
 
 WIDEST = 131072
@@ -55,7 +62,13 @@ class TileBackend(Backend):
     def targets(self) -> list[str]:
         return [str(target.this_cpu())] if target.compiler() else []
 
+    def compile(self, launch: Launch, device: Device) -> Artifact:
+        return for_gpu(launch, device, {})[0]
+
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
+        if call.device.sm:
+            made = [for_gpu(launch, call.device, call.aliased) for launch in launches]
+            return CubinRunner([artifact for artifact, _ in made], [launch for _, launch in made], call)
         return TileRunner(launches, call)
 
 
@@ -73,9 +86,13 @@ def memory(facts: TensorFacts, flat: bool) -> Memory:
     return Memory(0, shape, (*(s for _, s in levels), facts.column_stride), dtype, len(levels))
 
 
-def _argument(name: str, value: Any, asked: Collection[int], flat: bool) -> Argument:
+def _argument(name: str, value: Any, asked: Collection[int], flat: bool, exact: bool) -> Argument:
+    """`exact`: sizes that the kernel asks for, and what its address and strides can be divided by, are in the type."""
     if isinstance(value, (TensorFacts, Scratch)):
         facts = value.facts if isinstance(value, Scratch) else value
+        if exact:
+            here = memory(facts, flat)
+            return replace(type_of(here), align=math.gcd(facts.align, alignment(here)))
         found = type_of(memory(facts, flat), most=dict.fromkeys(asked, WIDEST))
         return ViewType(found.dtype, tuple(s if i in asked else None for i, s in enumerate(found.sizes)), found.unit,
                         found.levels)  # fmt: skip
@@ -107,17 +124,41 @@ def _in_order(runs: Sequence[Callable[[Buffers], None]]) -> Callable[[Buffers], 
     return run
 
 
-def _bound(launch: Launch, call: Call, places: dict[str, int]) -> Callable[[Buffers], None]:
+def _traced(launch: Launch, aliased: Mapping[str, str], exact: bool) -> tuple[Program, dict[str, TensorFacts]]:
+    """The program of a launch, and the facts of its tensors by their names in the kernel."""
     kernel, flat = launch.function, launch.options.get("flat", ())
     facts = {n: v.facts if isinstance(v, Scratch) else v for n, v in launch.args.items()
              if isinstance(v, (TensorFacts, Scratch))}  # fmt: skip
     named = {f.name: n for n, f in facts.items()}
-    pairs = [(named[out], named[into]) for out, into in call.aliased.items() if out in named and into in named]
+    pairs = [(named[out], named[into]) for out, into in aliased.items() if out in named and into in named]
     kernel = kernel.aliased(*pairs) if pairs else kernel
-    arguments = tuple(
-        (n, _argument(n, v, kernel.static.get(n, ()), n in flat)) for n, v in launch.args.items()
-    )  # fmt: skip
-    compiled = cpu.compile(kernel.trace({**dict(arguments), **launch.constants}))
+    arguments = {n: _argument(n, v, kernel.static.get(n, ()), n in flat, exact) for n, v in launch.args.items()}
+    return kernel.trace({**arguments, **launch.constants}), facts
+
+
+def for_gpu(launch: Launch, device: Device, aliased: Mapping[str, str]) -> tuple[Artifact, Launch]:
+    """The launch compiled, and as the launcher takes it: with strides and sizes among its arguments, in blocks."""
+    program, facts = _traced(launch, aliased, exact=True)
+    schedule = launch.options.get("schedule")
+    made = cuda.compile(program, schedule, f"sm_{device.sm}")
+    memories = {n: memory(f, n in launch.options.get("flat", ())) for n, f in facts.items()}
+    scalars: dict[str, Any] = {n: v for n, v in launch.args.items() if n not in facts}
+    args: dict[str, Any] = {}
+    kinds = []
+    for p in made.parameters:
+        kinds.append(Parameter("pointer" if p.kind == "pointer" else "f32" if is_real(p) else "i64", p.name))
+        args[p.name] = launch.args[p.of] if p.kind == "pointer" else value_of(p, memories, scalars)
+    for name, count in zip(GRID, launch.grid, strict=True):
+        kinds.append(Parameter("i64", name))
+        args[name] = count
+    artifact = Artifact(made.cubin.image, made.source.symbol, tuple(kinds), made.block, made.source.shared,
+                        registers=made.cubin.registers, spills=made.cubin.spills)  # fmt: skip
+    return artifact, replace(launch, grid=(made.blocks(launch.grid), 1, 1), args=args, constants={}, options={})
+
+
+def _bound(launch: Launch, call: Call, places: dict[str, int]) -> Callable[[Buffers], None]:
+    program, facts = _traced(launch, call.aliased, exact=False)
+    compiled, flat = cpu.compile(program), launch.options.get("flat", ())
     memories = {n: memory(f, n in flat) for n, f in facts.items()}
     scalars: dict[str, Any] = {n: v for n, v in launch.args.items() if n not in facts}
     pointers = [p for p in compiled.parameters if p.kind == "pointer"]

@@ -28,6 +28,7 @@ from tilewright.core.device import Device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Launch
 from tilewright.core.reason import Reason
+from tilewright.tile.runtime import nvrtc
 
 PINNED = "0.1.15"
 """The one version whose lowering and templates are known here: TileLang removes and restores API within weeks."""
@@ -126,7 +127,7 @@ def _build(launch: Launch, device: Device) -> Artifact:
     options: tuple[str, ...] = ("-w",)  # TileLang's templates use names that CUDA 13 deprecates
     if isinstance(launch.function, Program):
         options += launch.function.flags
-    if cuda.nvrtc_file():
+    if nvrtc.nvrtc_file():
         options += ("-default-device",)  # the templates' headers leave out the qualifiers of some functions
     image = cuda.compile_source(
         lowered.source, cuda.arch_of(device), symbol=symbol, options=options, include=template_folders()

@@ -1,52 +1,101 @@
 """What the compiler decided about a kernel, in words: for authors, and for whoever wonders why it is slow.
 
-It lowers and compiles nothing else; each fact is read from the program, its phases and the thread's function.
+Each fact is read from the program, its phases and the thread's function; a GPU's registers, from what ptxas says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Load, Store
+from tilewright.tile.ir.thread_ir import Barrier, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
 from tilewright.tile.lang.kernel import Argument, Kernel
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.lower.phases import Plan, folds, phases_in_order
 from tilewright.tile.render.c import statements
 from tilewright.tile.render.cpu import RECORDS, lanes_of
+from tilewright.tile.runtime import cuda, nvrtc
 from tilewright.tile.runtime.target import Cpu, this_cpu
+from tilewright.tile.schedule import Schedule, default
 
 
-def explain(kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None) -> str:
-    """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`."""
-    target = cpu or this_cpu()
+def explain(
+    kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None, *, gpu: str = "",
+    schedule: Schedule | None = None,
+) -> str:  # fmt: skip
+    """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`.
+
+    Args:
+        gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
+        schedule: of its threads; the usual one where it is not given.
+    """
     program = kernel.trace(arguments)
+    plan = Plan(program)
+    if gpu:
+        return "\n".join([*_about(program, gpu), *_on_gpu(program, plan, gpu, schedule or default(program))])
+    target = cpu or this_cpu()
     lanes = lanes_of(target.features)
-    plan, function = Plan(program), lower(program, lanes)
-    out = [f"{program.name}  {target}  {', '.join(f'{n} {v.dtype}' for n, v in program.views.items())}"]
-    sizes = [
-        f"{name}.shape[{axis}] {'at most ' + str(size.value) if isinstance(size, Most) else '= ' + str(size)}"
-        for name, view in program.views.items()
-        for axis, size in enumerate(view.sizes)
-        if size is not None
-    ]
-    out.append(f"compiled for  {', '.join(sizes) or 'any size'}")
+    function = lower(program, lanes)
+    out = _about(program, str(target))
     out.append(f"vectors       {lanes} lanes of float32")
     out += _phases(program, plan)
     for node, phase in plan.scratch.items():
         out.append(f"scratch       {_value(node)}, kept by a loop over {shape_text(phase.space)}")
     total = sum(a.elements * a.dtype.itemsize for a in function.arrays)
     out.append(f"scratch size  at most {total} bytes a thread")
-    accesses = [s for s in function.statements() if isinstance(s, (Load, Store)) and s.type.lanes > 1]
-    for word, slow in (("scattered", [s for s in accesses if s.scattered]),
-                       ("strided", [s for s in accesses if s.stride != 1 and not s.scattered])):  # fmt: skip
-        places = sorted({f"{s.memory} ({s.line})" for s in slow if s.line is not None})
-        out += [f"{word:13} {', '.join(places)}: element by element"] if places else []
+    out += _slow_accesses(function)
     records = needed("\n".join(statements(function.body, 0, False)), RECORDS, target.features, lanes)
     native = [r.name for r in records if r.needs]
     out.append(f"instructions  {', '.join(native) or 'none of its own'}")
     return "\n".join(out)
+
+
+def _about(program: Program, target: str) -> list[str]:
+    """What it is compiled for."""
+    sizes = [
+        f"{name}.shape[{axis}] {'at most ' + str(size.value) if isinstance(size, Most) else '= ' + str(size)}"
+        for name, view in program.views.items()
+        for axis, size in enumerate(view.sizes)
+        if size is not None
+    ]
+    views = ", ".join(f"{n} {v.dtype}" for n, v in program.views.items())
+    return [f"{program.name}  {target}  {views}", f"compiled for  {', '.join(sizes) or 'any size'}"]
+
+
+def _slow_accesses(function: Function) -> list[str]:
+    accesses = [s for s in function.statements() if isinstance(s, (Load, Store)) and s.type.lanes > 1]
+    out = []
+    for word, slow in (("scattered", [s for s in accesses if s.scattered]),
+                       ("strided", [s for s in accesses if s.stride != 1 and not s.scattered])):  # fmt: skip
+        places = sorted({f"{s.memory} ({s.line})" for s in slow if s.line is not None})
+        out += [f"{word:13} {', '.join(places)}: element by element"] if places else []
+    return out
+
+
+def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list[str]:
+    function, source = cuda.text_of(program, schedule)
+    beside = f", {schedule.instances} instances a block" if schedule.instances > 1 else ""
+    out = [f"threads       {schedule.threads} an instance{beside}, vectors of {schedule.vector} elements"]
+    out += _phases(program, plan)
+    widths: dict[str, None] = {}
+    for s in function.statements():
+        if isinstance(s, (Load, Store)) and s.align and s.line is not None:
+            item = s.type.dtype.itemsize
+            verb = "load" if isinstance(s, Load) else "store"
+            widths[f"access        {verb} {s.memory} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
+    out += [*widths, *_slow_accesses(function)]
+    arrays = {a.name: a for a in function.arrays if a.shared}
+    for node in plan.scratch:
+        out.append(f"waits         {_value(node)}")
+    out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
+    barriers = Counter((s.scope, s.why) for s in function.statements() if isinstance(s, Barrier))
+    out += [f"barrier       {scope}, {count} times: {why}" for (scope, why), count in sorted(barriers.items())]
+    if why := nvrtc.missing():
+        return [*out, f"registers     unknown: {why}"]
+    cubin = cuda.compile(program, schedule, arch).cubin
+    return [*out, f"registers     {cubin.registers} a thread, {cubin.spills} bytes spilled, {cubin.stack} of stack"]
 
 
 def _phases(program: Program, plan: Plan) -> list[str]:

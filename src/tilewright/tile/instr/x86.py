@@ -14,6 +14,14 @@ F16C = frozenset(("avx", "f16c"))
 FMA = frozenset(("avx", "fma"))
 AVX = frozenset(("avx",))
 
+PHILOX = """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
+  u32 x[4] = {(u32)counter, (u32)(counter >> 32), (u32)row, (u32)(row >> 32)}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+  for (int i = 0; i < 10; i++) {
+    u64 a = 0xD2511F53ull * x[0], b = 0xCD9E8D57ull * x[2];
+    x[0] = (u32)(b >> 32) ^ x[1] ^ k0; x[1] = (u32)b; x[2] = (u32)(a >> 32) ^ x[3] ^ k1; x[3] = (u32)a;
+    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u; }
+  return x[word]; }"""
+
 
 def _asm(name: str, signature: str, body: str, needs: frozenset[str], lanes: int) -> Record:
     return Record(name, f"static inline {signature} {{ {body} }}", needs, lanes)
@@ -81,14 +89,13 @@ static inline u32v mulhi(u32v a, u32v b) {
     Record("mask_of", "static inline i32v mask_of(i64v m) { return __builtin_convertvector(m, i32v); }\n"
                       "static inline i32v mask_of(i32v m) { return m; }"),
     Record("wide_mask", "static inline i64v wide_mask(i32v m) { return __builtin_convertvector(m, i64v); }"),
+    Record("select_of", """template <class V> static inline V select_of(i32v m, V a, V b) {
+  if constexpr (sizeof(a[0]) == 8) return wide_mask(m) ? a : b;
+  else if constexpr (sizeof(a[0]) == 2) return __builtin_convertvector(m, i16v) ? a : b;
+  else if constexpr (sizeof(a[0]) == 1) return __builtin_convertvector(m, i8v) ? a : b;
+  else return m ? a : b; }"""),
     Record("lanes_below", "static inline i32v lanes_below(i64 n) { return LANES < (i32)n; }"),
-    Record("philox", """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
-  u32 x[4] = {(u32)counter, (u32)(counter >> 32), (u32)row, (u32)(row >> 32)}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
-  for (int i = 0; i < 10; i++) {
-    u64 a = 0xD2511F53ull * x[0], b = 0xCD9E8D57ull * x[2];
-    x[0] = (u32)(b >> 32) ^ x[1] ^ k0; x[1] = (u32)b; x[2] = (u32)(a >> 32) ^ x[3] ^ k1; x[3] = (u32)a;
-    k0 += 0x9E3779B9u; k1 += 0xBB67AE85u; }
-  return x[word]; }
+    Record("philox", PHILOX + """
 static inline u32v philox(i64v seed, i64v counter, i64v row, i64v word) {
   u32v c0 = __builtin_convertvector(counter, u32v), c1 = __builtin_convertvector(counter >> 32, u32v);
   u32v c2 = __builtin_convertvector(row, u32v), c3 = __builtin_convertvector(row >> 32, u32v);
@@ -142,9 +149,9 @@ def _masked(lanes: int) -> tuple[str, str]:
   r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }"""
     wide_store = """static inline void store_from(i64v x, void* p, u32 m) {
   __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }"""
-    load = "template <class V, class E> static inline V load_some(const E* p, i64 n) {\n"
+    load = "template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {\n"
     load += "  V r; load_into(r, p, (1u << n) - 1); return r; }"
-    store = "template <class V, class E> static inline void store_some(E* p, V x, i64 n) {\n"
+    store = "template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {\n"
     store += "  store_from(x, p, (1u << n) - 1); }"
     return "\n".join([*loads, wide, load]), "\n".join([*stores, wide_store, store])
 
@@ -152,16 +159,16 @@ def _masked(lanes: int) -> tuple[str, str]:
 _LOADS_512, _STORES_512 = _masked(16)
 
 MEMORY = (
-    Record("load", "template <class V, class E> static inline V load(const E* p) {\n"
+    Record("load", "template <class V, int A = 0, class E> static inline V load(const E* p) {\n"
                    "  V v; __builtin_memcpy(&v, p, sizeof v); return v; }"),
-    Record("store", "template <class V, class E> static inline void store(E* p, V v) {\n"
+    Record("store", "template <class V, int A = 0, class E> static inline void store(E* p, V v) {\n"
                     "  __builtin_memcpy(p, &v, sizeof v); }"),
     Record("load_some", _LOADS_512, AVX512, 16),
-    Record("load_some", "template <class V, class E> static inline V load_some(const E* p, i64 n) {\n"
+    Record("load_some", "template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {\n"
                         "  V v{}; if (n == W) return load<V>(p); for (i64 l = 0; l < n; l++) v[l] = p[l]; return v; }"),
     Record("store_some", _STORES_512, AVX512, 16),
-    Record("store_some", "template <class V, class E> static inline void store_some(E* p, V v, i64 n) {\n"
-                         "  if (n == W) return store(p, v); for (i64 l = 0; l < n; l++) p[l] = v[l]; }"),
+    Record("store_some", "template <class V, int A = 0, class E> static inline void store_some(E* p, V v, i64 n) {\n"
+                         "  if (n == W) return store<V>(p, v); for (i64 l = 0; l < n; l++) p[l] = v[l]; }"),
     Record("load_where", "template <class V, class E>\n"
                          "static inline V load_where(const E* p, i64 step, i32v m, E other) {\n"
                          "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[l * step] : other; return v; }"),

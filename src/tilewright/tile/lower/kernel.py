@@ -34,7 +34,8 @@ def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Fun
         made.region(program.body)
     function = made.function
     function.parameters = sorted(made.parameters.values(), key=lambda p: (p.kind != "pointer", p.kind == "builtin"))
-    function.read_only = frozenset(set(program.views) - program.written())
+    written = program.written()
+    function.read_only = frozenset(n for n in program.views if not any(program.may_meet(n, w) for w in written))
     function.inplace = program.inplace
     verify(function)
     return function

@@ -1,4 +1,5 @@
-"""L1 as C++: statements and expressions. What surrounds a body is the target's business; see `cpu`."""
+"""L1 as C++, for CPUs and GPUs alike: statements and expressions. What surrounds a body, and what the functions do that
+are called here, is the target's business; see `cpu`, `cuda`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,18 @@ import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import (
+    Assign,
+    Barrier,
+    Declare,
+    If,
+    Let,
+    Load,
+    Operand,
+    Statement,
+    Store,
+    Type,
+)
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -38,9 +50,9 @@ def literal(value: Operand, dtype: DType) -> str:
     if dtype == float32:
         number = float(value)
         if math.isnan(number):
-            return '__builtin_nanf("")'
+            return "NOT_A_NUMBER"
         if math.isinf(number):
-            return "-__builtin_inff()" if number < 0 else "__builtin_inff()"
+            return "-INFINITE" if number < 0 else "INFINITE"
         return f"{number.hex()}f"
     if dtype == int64:
         return str(value) if abs(int(value)) < 1 << 31 else f"(i64){value}ll" if value != -(1 << 63) else "INT64_LEAST"
@@ -67,6 +79,8 @@ def expression(s: Let) -> str:
     source = s.operands or s.type
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
+    if s.op in _ACROSS and s.type.lanes == source.lanes == 1:
+        return _of_one_lane(s, source)
     if s.op == "splat":
         value = operand(s.args[0], Type(source.dtype))
         plain = source.dtype.computes or source.dtype == boolean
@@ -79,6 +93,8 @@ def expression(s: Let) -> str:
         return f"fold_{s.mode}({s.args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.op == "select":
         return _select(s)
+    if s.op == "shuffle_xor":
+        return f"shuffle_xor({s.args[0]}, {s.args[1]})"
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
@@ -118,6 +134,15 @@ def expression(s: Let) -> str:
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 
+_ACROSS = ("splat", "iota", "below", "fold")
+
+
+def _of_one_lane(s: Let, source: Type) -> str:
+    """What crosses lanes, where a vector is a scalar."""
+    value = operand(s.args[0], source)
+    return f"0 < {value}" if s.op == "below" else value
+
+
 def _shifts_within(by: Operand, dtype: DType) -> bool:
     return not isinstance(by, str) and 0 <= by < 8 * dtype.itemsize
 
@@ -132,12 +157,7 @@ def _spreads(value: Operand, dtype: DType, all_args: tuple[Operand, ...]) -> boo
 def _select(s: Let) -> str:
     a, b = (operand(x, s.type) for x in s.args[1:])
     test = str(s.args[0]) if isinstance(s.args[0], str) else literal(s.args[0], boolean)
-    if s.type.lanes > 1 and s.type.dtype.itemsize == 8:
-        return f"wide_mask({test}) ? {a} : {b}"
-    if s.type.lanes > 1 and s.type.dtype != boolean and s.type.dtype.itemsize < 4:
-        kind = "i16v" if s.type.dtype.itemsize == 2 else "i8v"
-        return f"__builtin_convertvector({test}, {kind}) ? {a} : {b}"
-    return f"{test} ? {a} : {b}"
+    return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
 
 
 def _cast(s: Let, source: Type, arg: str) -> str:
@@ -178,7 +198,8 @@ def _statement(s: Statement, where: bool) -> list[str]:
     if isinstance(s, Declare):
         value = operand(s.value, s.type)
         if s.count:
-            return [f"{c_type(s.type)} {s.name}[{s.count}]; for (auto& r : {s.name}) r = {value};"]
+            each = f"UNROLL({s.count}) for (int r = 0; r < {s.count}; r++)"
+            return [f"{c_type(s.type)} {s.name}[{s.count}]; {each} {s.name}[r] = {value};"]
         return [f"{c_type(s.type)} {s.name} = {value};"]
     if isinstance(s, Assign):
         place = s.name if s.index is None else f"{s.name}[{s.index}]"
@@ -192,7 +213,7 @@ def _statement(s: Statement, where: bool) -> list[str]:
         first, more = f"{s.step} > 0 ? {s.lo} : {s.hi}", f"(u64){s.hi} - (u64){s.var} > (u64){s.step}"
         head = f"for (i64 {s.var} = {first}; {s.var} < {s.hi}; {s.var} = {more} ? {s.var} + {s.step} : {s.hi}) {{"
     if s.unroll:
-        head = f'_Pragma("GCC unroll {s.hi}") for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{'
+        head = f"UNROLL({s.hi}) for (int {s.var} = 0; {s.var} < {s.hi}; {s.var}++) {{"
     return [head, *statements(s.body, 2, where), "}"]
 
 
@@ -214,11 +235,11 @@ def _load(s: Load) -> str:
     elif s.mask is not None:
         text = f"load_where<{vector}>({_place(s)}, {s.stride}, {s.mask}, ({element(s.type.dtype)}){_other(s)})"
     elif s.count is not None:
-        text = f"load_some<{vector}>({_place(s)}, {s.count})"
+        text = f"load_some<{vector}{_aligned(s)}>({_place(s)}, {s.count})"
     elif s.stride != 1:
         text = f"load_every<{vector}>({_place(s)}, {s.stride})"
     else:
-        text = f"load<{vector}>({_place(s)})"
+        text = f"load<{vector}{_aligned(s)}>({_place(s)})"
     return f"mask_of_bytes({text})" if s.type.dtype == boolean else text
 
 
@@ -227,6 +248,7 @@ def _store(s: Store) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}] = {value};"
         return text if s.mask is None else f"if ({_test(s.mask)}) {text}"
+    vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
     if s.type.dtype == boolean:
         value = f"bytes_of_mask({value})"
     if s.scattered:
@@ -236,10 +258,14 @@ def _store(s: Store) -> str:
     if s.mask is not None:
         return f"store_where({_place(s)}, {s.stride}, {s.mask}, {value});"
     if s.count is not None:
-        return f"store_some({_place(s)}, {value}, {s.count});"
+        return f"store_some<{vector}{_aligned(s)}>({_place(s)}, {value}, {s.count});"
     if s.stride != 1:
         return f"store_every({_place(s)}, {s.stride}, {value});"
-    return f"store({_place(s)}, {value});"
+    return f"store<{vector}{_aligned(s)}>({_place(s)}, {value});"
+
+
+def _aligned(s: Load | Store) -> str:
+    return f", {s.align}" if s.align else ""
 
 
 def _test(mask: Operand) -> str:

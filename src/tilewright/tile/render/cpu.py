@@ -25,6 +25,10 @@ typedef u16 u16v __attribute__((vector_size(W * 2))); typedef i8 i8v __attribute
 typedef u8 u8v __attribute__((vector_size(W)));
 template <class V> struct loose_of {{ typedef V type __attribute__((aligned(1), may_alias)); }};
 template <class V> using loose = typename loose_of<V>::type;
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLL(n) PRAGMA(GCC unroll n)
+#define INFINITE __builtin_inff()
+#define NOT_A_NUMBER __builtin_nanf("")
 constexpr i64 INT64_LEAST = -9223372036854775807ll - 1;
 static const i32v LANES = {{{counts}}};
 static const i64v PLACES = {{{counts}}};"""

@@ -5,6 +5,7 @@ Arrays are numpy's, or anything with `data_ptr()`, `shape`, `stride()` and a `dt
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Memory:
     dtype: DType
     levels: int = 1
     read_only: bool = False
+    device: str = "cpu"
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -56,7 +58,7 @@ def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory
         dtype: of the elements, where the array's own does not tell (bfloat16 as uint16 in numpy).
 
     Raises:
-        TileError: its memory is not what its shape, strides and dtype alone say, or no CPU kernel can reach it.
+        TileError: its memory is not what its shape, strides and dtype alone say, or no kernel can reach it.
     """
     if isinstance(array, np.ndarray):
         return _numpy(array, dtype, levels)
@@ -84,8 +86,8 @@ def _numpy(array: np.ndarray[Any, Any], dtype: DType | None, levels: int) -> Mem
 
 def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
     device, layout = str(getattr(array, "device", "cpu")), str(getattr(array, "layout", "torch.strided"))
-    if device.partition(":")[0] != "cpu":
-        raise TileError(f"a tensor on {device}: kernels run on the CPU")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise TileError(f"a tensor on {device}: kernels run on the CPU and on NVIDIA GPUs")
     if layout.rpartition(".")[2] != "strided":
         raise TileError(f"a tensor of layout {layout.rpartition('.')[2]}: .to_dense() has strides")
     for bit, lazy in (("is_conj", "resolve_conj"), ("is_neg", "resolve_neg")):
@@ -99,7 +101,7 @@ def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
         address = 0 if nowhere else array.data_ptr()
     except RuntimeError as error:
         raise TileError(f"a {type(array).__name__} has no memory of its own ({error})") from None
-    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels)
+    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels, device=device)
     if 0 not in made.shape and not address:
         raise TileError(f"a {type(array).__name__} of shape {made.shape} that has no memory")
     return made
@@ -125,22 +127,32 @@ def type_of(memory: Memory, *, most: Mapping[int, int] | None = None) -> ViewTyp
 
 def pack(parameters: list[Parameter], memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> bytes:
     """The fields of a compiled kernel's `Args`, 8 bytes each."""
-    values: list[int | float] = []
-    kinds = []
-    for p in parameters:
-        real = p.kind == "scalar" and p.dtype == dtypes.float32
-        kinds.append("d" if real else "q")
-        if p.kind == "scalar":
-            with np.errstate(over="ignore"):
-                values.append(float(np.float32(scalars[p.of])) if real else int(scalars[p.of]))
-            continue
-        m = memories[p.of]
-        found = {"pointer": m.address, "size": 0, "stride": 0, "extent": 0}[p.kind]
-        if p.kind == "size":
-            found = m.sizes[p.axis]
-        elif p.kind == "stride":
-            found = m.strides[p.axis]
-        elif p.kind == "extent":
-            found = max(m.shape[p.axis], 1)  # only ever divided by
-        values.append(found)
-    return struct.pack(f"={''.join(kinds)}", *values)
+    values = [value_of(p, memories, scalars) for p in parameters]
+    return struct.pack(f"={''.join('d' if is_real(p) else 'q' for p in parameters)}", *values)
+
+
+def is_real(p: Parameter) -> bool:
+    """Whether it is a float32; all others are integers of 8 bytes."""
+    return p.kind == "scalar" and p.dtype == dtypes.float32
+
+
+def value_of(p: Parameter, memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> int | float:
+    """What a call passes for one parameter."""
+    if p.kind == "scalar":
+        with np.errstate(over="ignore"):
+            return float(np.float32(scalars[p.of])) if is_real(p) else int(scalars[p.of])
+    m = memories[p.of]
+    if p.kind == "size":
+        return m.sizes[p.axis]
+    if p.kind == "stride":
+        return m.strides[p.axis]
+    if p.kind == "extent":
+        return max(m.shape[p.axis], 1)  # only ever divided by
+    return m.address
+
+
+def alignment(memory: Memory) -> int:
+    """The bytes, at most 16, that the address and the strides of all axes but a dense last one are multiples of."""
+    steps = memory.strides if memory.strides and memory.strides[-1] != 1 else memory.strides[:-1]
+    apart = [s for s, n in zip(steps, memory.shape, strict=False) if n > 1]
+    return math.gcd(16, memory.address, *(s * memory.dtype.itemsize for s in apart))

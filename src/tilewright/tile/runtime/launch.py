@@ -1,13 +1,15 @@
-"""Calling a kernel by hand: `kernel[grid](x, w, 1e-6)` on numpy arrays or torch tensors.
+"""Calling a kernel by hand: `kernel[grid](x, w, 1e-6)` on numpy arrays, or on torch tensors of one device.
 
-A library that calls often packs its arguments once and calls `runtime.cpu.Compiled` itself.
+A library that calls often packs its arguments once and calls `Compiled` of `runtime.cpu` or `runtime.cuda` itself.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +19,16 @@ from tilewright.tile.errors import TileError
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lang.kernel import Argument, Kernel
 from tilewright.tile.lang.trace import short
-from tilewright.tile.runtime import cpu
-from tilewright.tile.runtime.arguments import Memory, memory_of, pack, type_of
+from tilewright.tile.runtime import cpu, cuda
+from tilewright.tile.runtime.arguments import Memory, alignment, memory_of, pack, type_of
 from tilewright.tile.runtime.overlap import check_overlap
 
 SERIAL_BYTES = 1 << 16
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Compile for these arguments where that is new, and run on the CPU.
+    """Compile for these arguments where that is new, and run where the tensors are: on the CPU, or on a GPU, on torch's
+    current stream.
 
     Args:
         grid: a count of instances, or up to three.
@@ -55,13 +58,37 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], named: 
                 types[name] = _scalar(scalars[name])
         except TileError as error:
             raise TileError(f"{kernel.name}: {name}: {error}") from None
+    device = _device(kernel, memories)
+    if device != "cpu":
+        types |= {n: replace(type_of(m), align=alignment(m)) for n, m in memories.items()}
     program = kernel.trace(types)
     _check(program, memories, scalars)
+    if device != "cpu":
+        _on_gpu(program, int(device.partition(":")[2] or 0), counts, memories, scalars)
+        return
     compiled = cpu.compile(program)
     moved = sum(_bytes(m) for m in memories.values())
     threads = 1 if moved <= SERIAL_BYTES else len(os.sched_getaffinity(0))
     if 0 not in counts:
         compiled(pack(compiled.parameters, memories, scalars), counts, threads)
+
+
+def _device(kernel: Kernel, memories: Mapping[str, Memory]) -> str:
+    """The device that all tensors are on."""
+    found = {m.device: n for n, m in memories.items()}
+    if len(found) > 1:
+        raise TileError(f"{kernel.name}: " + ", ".join(f"{n} is on {d}" for d, n in found.items()))
+    return next(iter(found), "cpu")
+
+
+def _on_gpu(
+    program: Program, index: int, counts: tuple[int, int, int], memories: Mapping[str, Memory],
+    scalars: Mapping[str, Any],
+) -> None:  # fmt: skip
+    compiled = cuda.compile(program, arch=cuda.Driver.get().arch(index))
+    if 0 not in counts:
+        with sys.modules["torch"].cuda.device(index):  # whose tensors these are
+            compiled(pack(compiled.parameters, memories, scalars), counts)
 
 
 def _grid(kernel: Kernel, grid: Any) -> tuple[int, int, int]:

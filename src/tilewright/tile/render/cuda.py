@@ -1,0 +1,111 @@
+"""A whole CUDA C++ file for one kernel: types, the records that it uses, its arguments, and where an instance's threads
+start. It includes no header: neither a vendor's nor libc's.
+
+A block is `threads` wide and `instances` deep; instances are numbered along the grid's last axis first, as on a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from tilewright.tile.errors import LowerError
+from tilewright.tile.instr import nvidia
+from tilewright.tile.instr.record import needed
+from tilewright.tile.ir.thread_ir import Function, Parameter
+from tilewright.tile.render.c import SCALARS, element, statements
+
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a block can ask for on sm_90; less elsewhere, which the driver says."""
+GRID = ("grid0", "grid1", "grid2")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel's text, its symbol, and the bytes of shared memory that a block needs."""
+
+    text: str
+    symbol: str
+    shared: int
+
+
+def source(function: Function, offsets: dict[str, int], shared: int, *, where: bool = True) -> Source:
+    """The CUDA C++ of a kernel whose barriers are placed.
+
+    Args:
+        offsets: where in the instance's shared memory each array lies; in all it has `shared` bytes.
+        where: name the author's lines in comments.
+
+    Raises:
+        LowerError: the block needs more shared memory than there is.
+    """
+    apart = -(-shared // 16) * 16
+    total = apart * function.instances
+    if total > MOST_SHARED:
+        raise LowerError(f"{function.name} needs {total} bytes of shared memory; a block has {MOST_SHARED}")
+    body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
+    head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
+    shape = f"{function.threads} {function.instances}"
+    told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
+    name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"
+    symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    parts = ["// made by tilewright.tile", *head, ""]
+    parts.append(f'extern "C" __global__ void __launch_bounds__({function.threads * function.instances})')
+    given = [_argument(p, p.of in function.read_only) for p in arguments(function)]
+    parts.append(f"{symbol}({', '.join([*given, *(f'const i64 {g}' for g in GRID)])}) {{")
+    wrapped = [p for p in arguments(function) if p.kind == "pointer" and p.of in function.read_only]
+    parts += [f"  const ReadOnly<{_element(p)}> {p.name} = {{{p.name}_}};" for p in wrapped]
+    parts += [*_places(function), *_arrays(function, offsets, apart), body, "}", ""]
+    return Source("\n".join(parts), symbol, total)
+
+
+def arguments(function: Function) -> list[Parameter]:
+    """What a launch passes, before the three counts of the grid."""
+    return [p for p in function.parameters if p.kind != "builtin"]
+
+
+def _element(p: Parameter) -> str:
+    assert p.dtype is not None
+    return element(p.dtype)
+
+
+def _argument(p: Parameter, read_only: bool) -> str:
+    assert p.dtype is not None
+    if p.kind != "pointer":
+        return f"const {SCALARS[p.dtype.name]} {p.name}"
+    return f"const {_element(p)}* const {p.name}_" if read_only else f"{_element(p)}* const {p.name}"
+
+
+def _places(function: Function) -> list[str]:
+    """Which instance, and which of its threads."""
+    used = {p.name for p in function.parameters if p.kind == "builtin"}
+    out = ["  const u32 inner = (u32)(grid1 * grid2);"]
+    if function.instances == 1:
+        out.append("  const u32 instance = blockIdx.x;")
+    else:
+        out.append(f"  const u32 instance = blockIdx.x * {function.instances}u + threadIdx.y;")
+        out.append("  if (instance >= (u32)grid0 * inner) return;")
+    if {"pid0", "pid1", "pid2"} & used:  # most grids have one axis, and need no division
+        out.append("  const u32 row = inner == 1 ? instance : instance / inner, within = instance - row * inner;")
+        out.append("  const i64 pid0 = row;")
+    if {"pid1", "pid2"} & used:
+        out.append("  const i64 pid1 = grid2 == 1 ? within : within / (u32)grid2, pid2 = within - pid1 * grid2;")
+    if "tid" in used:
+        out.append("  const i64 tid = threadIdx.x;")
+    return out
+
+
+def _arrays(function: Function, offsets: dict[str, int], apart: int) -> list[str]:
+    out = []
+    if any(a.shared for a in function.arrays):
+        out.append("  extern __shared__ __align__(16) u8 of_block[];")
+        mine = "of_block" if function.instances == 1 else f"of_block + threadIdx.y * {apart}"
+        out.append(f"  u8* const shared = {mine};")
+    for a in function.arrays:
+        kind = element(a.dtype)
+        if a.shared:
+            out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
+        else:
+            out.append(f"  {kind} {a.name}[{a.elements}];")
+    return out

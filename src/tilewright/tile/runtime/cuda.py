@@ -1,0 +1,207 @@
+"""Compiling, loading and launching kernels on an NVIDIA GPU: the driver through ctypes, no package.
+
+Compiled kernels are kept on disk under everything that matters. A module is loaded once a context, at its first launch;
+launching never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import struct
+import sys
+import threading
+from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_uint, c_void_p
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tilewright.tile.errors import CompilerError, TileError
+from tilewright.tile.ir.text import program_text
+from tilewright.tile.ir.thread_ir import Function, Parameter
+from tilewright.tile.ir.tile_ir import Program
+from tilewright.tile.lower.kernel import lower
+from tilewright.tile.render import cuda as render
+from tilewright.tile.runtime import nvrtc
+from tilewright.tile.runtime.arguments import is_real
+from tilewright.tile.runtime.nvrtc import Cubin
+from tilewright.tile.runtime.store import DIGEST, Store, compiler_digest
+from tilewright.tile.schedule import Schedule
+from tilewright.tile.schedule import default as usual
+from tilewright.tile.sync.barriers import insert
+from tilewright.tile.sync.shared import arrange
+
+LIBRARY = "libcuda.so.1"
+MOST_BLOCKS = 2**31 - 1
+FREE_SHARED = 48 << 10
+"""Bytes that a block may have without asking."""
+MAJOR, MINOR, MAX_DYNAMIC_SHARED = 75, 76, 8
+_lock = threading.Lock()
+_made: dict[str, Compiled] = {}
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A kernel for one architecture. `loaded`: its entry in each context."""
+
+    function: Function
+    source: render.Source
+    cubin: Cubin
+    arch: str
+    loaded: dict[int, c_void_p]
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        return self.function.threads, self.function.instances, 1
+
+    def blocks(self, grid: tuple[int, int, int]) -> int:
+        """How many blocks run a grid of instances.
+
+        Raises:
+            TileError: more than a launch can have.
+        """
+        count = math.prod(grid)
+        if count > MOST_BLOCKS:
+            raise TileError(f"{self.function.name}: a grid of {count} instances; a GPU takes {MOST_BLOCKS}")
+        return -(-count // self.function.instances)
+
+    def __call__(self, packed: bytes, grid: tuple[int, int, int], stream: int | None = None) -> None:
+        """Enqueue on a stream, or on torch's current one, in the current context.
+
+        Args:
+            packed: what `arguments.pack` makes of `parameters`.
+
+        Raises:
+            TileError: the driver refused; nothing was launched.
+        """
+        driver = Driver.get()
+        driver.enter()
+        fields = [_field(p, packed, 8 * i) for i, p in enumerate(self.parameters)] + [c_int64(n) for n in grid]
+        held = (c_void_p * len(fields))(*map(ctypes.addressof, fields))
+        at = current_stream() if stream is None else stream
+        driver.call("cuLaunchKernel", self.entry(driver), c_uint(self.blocks(grid)), c_uint(1), c_uint(1),
+                    *map(c_uint, self.block), c_uint(self.source.shared), c_void_p(at), held, None)  # fmt: skip
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return render.arguments(self.function)
+
+    def entry(self, driver: Driver) -> c_void_p:
+        """The kernel in the current context."""
+        context = driver.context()
+        found = self.loaded.get(context)
+        if found is None:
+            module, found = c_void_p(), c_void_p()
+            driver.call("cuModuleLoadData", byref(module), c_char_p(self.cubin.image))
+            driver.call("cuModuleGetFunction", byref(found), module, c_char_p(self.source.symbol.encode()))
+            if self.source.shared > FREE_SHARED:
+                driver.call("cuFuncSetAttribute", found, c_int(MAX_DYNAMIC_SHARED), c_int(self.source.shared))
+            self.loaded[context] = found
+        return found
+
+
+def _field(p: Parameter, packed: bytes, at: int) -> Any:
+    """One argument, out of what `pack` made."""
+    if is_real(p):
+        return c_float(struct.unpack_from("=d", packed, at)[0])
+    return c_int64.from_buffer_copy(packed, at)
+
+
+class Driver:
+    """libcuda, initialised."""
+
+    def __init__(self) -> None:
+        try:
+            self.library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise TileError(f"no NVIDIA driver is here ({error})") from None
+        self.call("cuInit", c_uint(0))
+
+    @staticmethod
+    @cache
+    def get() -> Driver:
+        return Driver()
+
+    def call(self, name: str, *args: Any) -> None:
+        code = getattr(self.library, name)(*args)
+        if code:
+            text = c_char_p()
+            self.library.cuGetErrorName(c_int(code), byref(text))
+            raise TileError(f"{name}: {(text.value or b'').decode() or code}")
+
+    def context(self) -> int:
+        found = c_void_p()
+        self.call("cuCtxGetCurrent", byref(found))
+        return found.value or 0
+
+    def enter(self) -> None:
+        """Make the first GPU's own context current where the thread has none."""
+        if not self.context():
+            found = c_void_p()
+            self.call("cuDevicePrimaryCtxRetain", byref(found), c_int(0))
+            self.call("cuCtxSetCurrent", found)
+
+    def arch(self, device: int = 0) -> str:
+        """The architecture of a GPU, as compilers name it."""
+        parts = []
+        for attribute in (MAJOR, MINOR):
+            value = c_int()
+            self.call("cuDeviceGetAttribute", byref(value), c_int(attribute), c_int(device))
+            parts.append(value.value)
+        return f"sm_{parts[0]}{parts[1]}"
+
+
+def current_stream() -> int:
+    """torch's current stream, where it is loaded; else the default one."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_stream().cuda_stream) if torch is not None else 0
+
+
+def text_of(program: Program, schedule: Schedule | None = None) -> tuple[Function, render.Source]:
+    """The program as CUDA C++, for the default schedule where none is given."""
+    chosen = schedule or usual(program)
+    function = insert(lower(program, chosen.vector, chosen))
+    arena = arrange(function)
+    return function, render.source(function, arena.offsets, arena.size)
+
+
+def compile(program: Program, schedule: Schedule | None = None, arch: str = "") -> Compiled:
+    """The program for a GPU, this machine's first where no architecture is named; from memory or disk where it was
+    compiled before. Needs no GPU for a named one.
+
+    Raises:
+        CompilerError: there is no compiler, or it refused.
+        LowerError: the schedule, or this target, cannot express the program.
+    """
+    target, chosen = arch or Driver.get().arch(), schedule or usual(program)
+    parts = (program.name, program_text(program), repr(chosen), target, nvrtc.version(), compiler_digest())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    with _lock:
+        if key in _made:
+            return _made[key]
+    function, source = text_of(program, chosen)
+    made = Compiled(function, source, _kept(key, source, target), target, {})
+    with _lock:
+        return _made.setdefault(key, made)
+
+
+def _kept(key: str, source: render.Source, arch: str) -> Cubin:
+    """From the store: a line of facts, then the image."""
+
+    def build(place: Path) -> None:
+        made = asdict(nvrtc.compile(source.text, source.symbol, arch))
+        image = made.pop("image")
+        place.write_bytes(json.dumps(made).encode() + b"\n" + image)
+
+    store = Store()
+    path = store.path(key, build)
+    try:
+        facts, _, image = path.read_bytes()[:-DIGEST].partition(b"\n")
+        return Cubin(image=image, **json.loads(facts))
+    except (OSError, ValueError, TypeError) as error:
+        raise CompilerError(f"what was compiled cannot be read again ({error})") from None
+    finally:
+        store.release(path)
