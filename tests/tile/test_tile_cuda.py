@@ -100,7 +100,7 @@ def test_a_view_that_another_may_overwrite_is_not_read_only() -> None:
 
 
 def test_more_shared_memory_than_a_block_has_is_refused() -> None:
-    with pytest.raises(LowerError, match=r"norm needs \d+ bytes of shared memory"):
+    with pytest.raises(LowerError, match=r"norm: a block needs \d+ bytes of shared memory"):
         cuda.text_of(_program(65536), Schedule(32, 1, 8))
 
 

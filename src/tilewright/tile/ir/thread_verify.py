@@ -45,9 +45,6 @@ def _threads(function: Function) -> None:
     """The rules of functions that several threads run."""
     if function.threads & (function.threads - 1) or (function.instances > 1 and function.threads != WARP):
         raise VerifyError(f"{function.name}: {function.threads} threads an instance, {function.instances} a block")
-    for a in function.arrays:  # `sync.shared` says whether all of them fit
-        if a.shared and (size := a.elements * a.dtype.itemsize) > SHARED_BYTES:
-            raise VerifyError(f"{function.name}: {a.name} has {size} bytes of shared memory; at most {SHARED_BYTES}")
     _together(function, function.body, Uniform(function), 0)
     for s in function.statements():
         if isinstance(s, (Load, Store)) and s.layout is not None:
