@@ -31,8 +31,10 @@ def packed_configs(call: Call) -> tuple[Config, ...]:
 
 
 def packed_backward_configs(call: Call) -> tuple[Config, ...]:
-    """Of the gradient."""
+    """Of the gradient: small tiles before large ones, which would leave no register for where sequences end."""
     usual = backward_configs(call)
+    if call.q.dtype != torch.float32:
+        usual = tuple(sorted(usual, key=lambda config: config.k_m * config.k_n))
     if not _short(call) or max(call.q.columns, call.v.columns) > 128:
         return usual
     small = (
