@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from tilewright.tile.errors import LowerError
@@ -40,10 +39,6 @@ class Schedule:
 
     def json(self) -> dict[str, int]:
         return asdict(self)
-
-    @staticmethod
-    def of_json(found: Mapping[str, int]) -> Schedule:
-        return Schedule(**found)
 
 
 def default(program: Program) -> Schedule:

@@ -22,8 +22,6 @@ from tilewright.tile.ir.thread_uniform import WARP, Uniform
 
 SCRATCH_BYTES = 8 << 20
 """The most scratch that a thread may have."""
-SHARED_BYTES = 232448
-"""The most shared memory that any block may have (compute capability 9.0)."""
 
 
 def verify(function: Function) -> None:

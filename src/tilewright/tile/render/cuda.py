@@ -15,9 +15,8 @@ from tilewright.tile.instr import nvidia
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Function, Parameter
 from tilewright.tile.render.c import SCALARS, element, statements
+from tilewright.tile.sync.shared import SHARED_BYTES
 
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a block can ask for on sm_90; less elsewhere, which the driver says."""
 GRID = ("grid0", "grid1", "grid2")
 
 
@@ -42,8 +41,8 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
     """
     apart = -(-shared // 16) * 16
     total = apart * function.instances
-    if total > MOST_SHARED:
-        raise LowerError(f"{function.name} needs {total} bytes of shared memory; a block has {MOST_SHARED}")
+    if total > SHARED_BYTES:
+        raise LowerError(f"{function.name} needs {total} bytes of shared memory; a block has {SHARED_BYTES}")
     body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
     shape = f"{function.threads} {function.instances}"

@@ -32,12 +32,10 @@ from tilewright.tile.runtime.store import DIGEST, Store, compiler_digest
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.schedule import default as usual
 from tilewright.tile.sync.barriers import insert
-from tilewright.tile.sync.shared import arrange
+from tilewright.tile.sync.shared import PLAIN, arrange
 
 LIBRARY = "libcuda.so.1"
 MOST_BLOCKS = 2**31 - 1
-FREE_SHARED = 48 << 10
-"""Bytes that a block may have without asking."""
 MAJOR, MINOR, MAX_DYNAMIC_SHARED = 75, 76, 8
 _lock = threading.Lock()
 _made: dict[str, Compiled] = {}
@@ -97,7 +95,7 @@ class Compiled:
             module, found = c_void_p(), c_void_p()
             driver.call("cuModuleLoadData", byref(module), c_char_p(self.cubin.image))
             driver.call("cuModuleGetFunction", byref(found), module, c_char_p(self.source.symbol.encode()))
-            if self.source.shared > FREE_SHARED:
+            if self.source.shared > PLAIN:
                 driver.call("cuFuncSetAttribute", found, c_int(MAX_DYNAMIC_SHARED), c_int(self.source.shared))
             self.loaded[context] = found
         return found

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Array, Barrier, For, Function, If, Load, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP
-from tilewright.tile.ir.thread_verify import SHARED_BYTES
 
 ALIGNMENT = 16
 """Bytes: as wide as the widest access."""
+SHARED_BYTES = 232448
+"""The most shared memory that any block may have (compute capability 9.0)."""
 PLAIN = 49152
 """Bytes a block may have without opting in when the kernel is loaded."""
 
