@@ -26,8 +26,9 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import width_of
-from tilewright.ops.attention.triton import DESCRIPTOR, merge, parted
+from tilewright.ops.attention.triton import merge, parted
 from tilewright.ops.attention.triton_tiles import place_of, rates, seen_by
+from tilewright.ops.triton_scores import DESCRIPTOR
 
 WARPS = 4
 """Of a warpgroup."""

@@ -15,10 +15,9 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
-from tilewright.ops.attention.triton_tiles import kept, place_of, precision, rates, seen_by
+from tilewright.ops.attention.triton_tiles import place_of, rates, seen_by
+from tilewright.ops.triton_scores import DESCRIPTOR, kept, precision
 
-DESCRIPTOR = 128
-"""Bytes of one."""
 LN2 = tl.constexpr(0.6931471805599453)
 
 

@@ -21,10 +21,9 @@ from tilewright.ops.attention import arguments
 from tilewright.ops.attention.backward_configs import DELTA_ROWS
 from tilewright.ops.attention.configs import width_of
 from tilewright.ops.attention.softmax import scale_of
-from tilewright.ops.attention.triton import DESCRIPTOR
 from tilewright.ops.attention.triton_backward_rows import attention_delta, attention_norms
 from tilewright.ops.attention.triton_backward_tiles import attention_keys, attention_queries
-from tilewright.ops.attention.triton_tiles import precision
+from tilewright.ops.triton_scores import DESCRIPTOR, precision
 
 
 def backward(call: Call, config: Config) -> list[Launch]:

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.attention.triton_backward_rows import FEWER, LOG2E
-from tilewright.ops.attention.triton_tiles import kept, seen_by
+from tilewright.ops.attention.triton_tiles import seen_by
+from tilewright.ops.triton_scores import kept
 
 
 @triton.jit

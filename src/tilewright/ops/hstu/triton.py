@@ -15,11 +15,10 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.triton_functions import activation
 from tilewright.ops.attention.configs import width_of
-from tilewright.ops.attention.triton import DESCRIPTOR
-from tilewright.ops.attention.triton_tiles import kept, precision
 from tilewright.ops.hstu import arguments
 from tilewright.ops.hstu.configs import by_descriptor
 from tilewright.ops.hstu.triton_tiles import add_product, hstu_order, inverse, keys_of, place_of, room_for, tile_of
+from tilewright.ops.triton_scores import DESCRIPTOR, kept, precision
 
 
 @triton.jit

@@ -14,12 +14,11 @@ import torch
 from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention.configs import width_of
-from tilewright.ops.attention.triton import DESCRIPTOR
-from tilewright.ops.attention.triton_tiles import precision
 from tilewright.ops.hstu import arguments
 from tilewright.ops.hstu.configs import by_descriptor
 from tilewright.ops.hstu.triton import ordered
 from tilewright.ops.hstu.triton_backward_tiles import hstu_keys, hstu_queries
+from tilewright.ops.triton_scores import DESCRIPTOR, precision
 
 
 def backward(call: Call, config: Config) -> list[Launch]:

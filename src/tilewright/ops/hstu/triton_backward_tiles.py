@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from tilewright.ops.activation.triton_functions import act_and_slope
-from tilewright.ops.attention.triton_tiles import kept
 from tilewright.ops.hstu.triton_tiles import (
     add_product,
     inverse,
@@ -19,6 +18,7 @@ from tilewright.ops.hstu.triton_tiles import (
     spans,
     tile_of,
 )
+from tilewright.ops.triton_scores import kept
 
 
 @triton.jit
