@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from tilewright import tile
+from tilewright.ops.tile_rows import accuracy
 from tilewright.tile import ViewType
 from tilewright.tile.dtypes import DType
-from tilewright.tile.lang.library import sigmoid, softmax
+from tilewright.tile.lang.library import softmax
 from tilewright.tile.oracle import generate
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.runtime import cuda
@@ -64,24 +65,22 @@ def norm_int8(t: Any, x: Any, r: Any, w: Any, h: Any, q: Any, s: Any, eps: Any) 
 @tile.kernel(static={"x": (1,)})
 def row_softmax(t: Any, x: Any, y: Any) -> None:
     row, col = t.program_id(0), t.arange(x.shape[1])
-    t.store(y[row, col], softmax(t, t.load(x[row, col]).f32()).to(y.dtype))
-
-
-def _gelu(t: Any, g: Any) -> Any:
-    return g * sigmoid(t, 1.5957691216057308 * g * (1.0 + 0.044715 * g * g))
+    t.store(y[row, col], softmax(t, t.load(x[row, col]).f32(), accuracy=accuracy(y)).to(y.dtype))
 
 
 @tile.kernel(static={"x": (1,)})
 def swiglu(t: Any, x: Any, up: Any, y: Any) -> None:
     at = t.program_id(0), t.arange(x.shape[1])
     g = t.load(x[at]).f32()
-    t.store(y[at], (g * sigmoid(t, g) * t.load(up[at]).f32()).to(y.dtype))
+    t.store(y[at], (g * t.sigmoid(g, accuracy(y)) * t.load(up[at]).f32()).to(y.dtype))
 
 
 @tile.kernel(static={"x": (1,)})
 def gelu(t: Any, x: Any, y: Any) -> None:
     at = t.program_id(0), t.arange(x.shape[1])
-    t.store(y[at], _gelu(t, t.load(x[at]).f32()).to(y.dtype))
+    g = t.load(x[at]).f32()
+    z = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
+    t.store(y[at], (g * t.sigmoid(z, accuracy(y))).to(y.dtype))
 
 
 @tile.kernel
@@ -90,7 +89,7 @@ def swiglu_flat(t: Any, x: Any, up: Any, y: Any, block: int) -> None:
     start = t.program_id(0) * block
     at = start + t.arange(block, limit=x.shape[0] - start)
     g = t.load(x[at]).f32()
-    t.store(y[at], (g * sigmoid(t, g) * t.load(up[at]).f32()).to(y.dtype))
+    t.store(y[at], (g * t.sigmoid(g, accuracy(y)) * t.load(up[at]).f32()).to(y.dtype))
 
 
 # What torch does -------------------------------------------------------------------------------------------------
