@@ -137,7 +137,7 @@ def backward(call: Call, config: Config) -> Launch:
         rows = one_row({"unit": call.unit, "dlogits": call.dlogits})
         dlogits = rows["dlogits"]
         assert dlogits is not None
-        constants = {"in_place": "dlogits" in call.aliased}
+        constants: dict[str, Any] = {"in_place": "dlogits" in call.aliased}
         return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, {"flat": ("dy",)})
     each = call.reduction == "none"
     args, constants, along = _arguments(call, {"dlogits": call.dlogits, **({"dy": call.dy} if each else {})})
