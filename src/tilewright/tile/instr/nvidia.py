@@ -177,16 +177,19 @@ FOLDS = (
     _fold("or", "x | y"),
 )
 
-_PAIRS = """u16v r;
-  UNROLL(W) for (int l = 0; l < W; l += 2) {{
-    u32 two; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(two) : "f"(x[l + 1 < W ? l + 1 : l]), "f"(x[l]));
-    r[l] = (u16)two; if (l + 1 < W) r[l + 1] = (u16)(two >> 16); }}
+_PAIRS = """u16v r;  // two in one register, as memory has them
+  UNROLL(W) for (int l = 0; l < W; l += 2) {{ constexpr int n = W > 1;
+    u32 two; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(two) : "f"(x[l + n]), "f"(x[l]));
+    memcpy(&r[l], &two, 2 << n); }}
   return r;"""
 
 FLOATS = (
     _lanes("bfloat16_of_float32", "f32", "u16", 'u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r;',
            _PAIRS.format(kind="bf16")),
-    _lanes("float32_of_bfloat16", "u16", "f32", "return __uint_as_float((u32)x << 16);"),
+    _lanes("float32_of_bfloat16", "u16", "f32", "return __uint_as_float((u32)x << 16);", """f32v r;
+  UNROLL(W) for (int l = 0; l < W; l += 2) { constexpr int n = W > 1; u32 two = 0; memcpy(&two, &x[l], 2 << n);
+    r[l + n] = __uint_as_float(two & 0xffff0000); r[l] = __uint_as_float(two << 16); }
+  return r;"""),
     _lanes("float16_of_float32", "f32", "u16", 'u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r;',
            _PAIRS.format(kind="f16")),
     _lanes("float32_of_float16", "u16", "f32", 'f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x)); return r;'),
