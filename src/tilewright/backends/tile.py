@@ -35,7 +35,7 @@ from tilewright.tile.lang.kernel import Argument
 from tilewright.tile.render.cuda import GRID, arguments
 from tilewright.tile.runtime import cpu, nvrtc, target
 from tilewright.tile.runtime.arguments import Memory, alignment, all_values, is_real, pack, type_of
-from tilewright.tile.runtime.cuda import text_of
+from tilewright.tile.runtime.cuda import lowered, text_of
 from tilewright.tile.runtime.store import compiler_digest
 from tilewright.tile.schedule import Schedule, default, worth_timing
 
@@ -46,7 +46,6 @@ SERIAL_BYTES = 1 << 16
 MOST_INSTANCES = 2**31 - 1
 MOST_ANSWERS = 1024
 _answers: dict[Any, str] = {}
-"""What the lowering said of programs for GPUs, by schedule: it takes milliseconds, and selection asks often."""
 _asking = threading.Lock()
 DTYPES = {
     torch.float32: dtypes.float32,
@@ -193,31 +192,37 @@ def _build(program: Program, schedule: Schedule, arch: str) -> Artifact:
                     registers=made.registers, spills=made.spills)  # fmt: skip
 
 
-def schedules(launch: Launch, call: Call) -> tuple[Schedule, ...]:
-    """How the instances of a launch may be spread over the threads of the call's GPU, best guess first."""
-    program, facts = _traced(launch, call.aliased, exact=True)
-    return worth_timing(program, max((f.columns for f in facts.values()), default=1))
-
-
-def refusal(launch: Launch, call: Call) -> str:
-    """Why a launch cannot be compiled for the call's GPU, from the lowering itself; "" where it can."""
-    if math.prod(launch.grid) > MOST_INSTANCES:
-        return f"a grid of {math.prod(launch.grid)} instances; a GPU takes {MOST_INSTANCES}"
-    return _refused(*_planned(launch, call.device, call.aliased))
+def fitting(launches: Sequence[Launch], call: Call) -> tuple[tuple[Schedule, ...], str]:
+    """The schedules of those launches that follow the config with which all can be compiled for the call's GPU, best
+    guess first; and where there is none, why. It is the lowering that is asked."""
+    traced = [_traced(launch, call.aliased, exact=True) for launch in launches]
+    over = [n for n in (math.prod(launch.grid) for launch in launches) if n > MOST_INSTANCES]
+    if over:
+        return (), f"a grid of {over[0]} instances; a GPU takes {MOST_INSTANCES}"
+    found, why = [], ""
+    for schedule in worth_timing(traced[0][0], max(f.columns for _, facts in traced for f in facts.values())):
+        spread = [(p, schedule if "config" in launch.options else default(p))
+                  for (p, _), launch in zip(traced, launches, strict=True)]  # fmt: skip
+        said = next(filter(None, (_refused(*one, f"sm_{call.device.sm}") for one in spread)), "")
+        found += [schedule] * (not said)
+        why = why or said
+    return tuple(found), "" if found else why
 
 
 def _refused(program: Program, schedule: Schedule, arch: str) -> str:
+    """What the lowering says against it; it takes milliseconds, and selection asks often."""
     key = (program.name, program_text(program), schedule, arch)
-    with _asking:
-        if key not in _answers:
+    if key not in _answers:
+        try:
+            lowered(program, schedule, arch)
+            answer = ""
+        except LowerError as error:
+            answer = str(error)
+        with _asking:
             if len(_answers) >= MOST_ANSWERS:
                 _answers.clear()
-            try:
-                text_of(program, schedule, arch)
-                _answers[key] = ""
-            except LowerError as error:
-                _answers[key] = str(error)
-        return _answers[key]
+            _answers[key] = answer
+    return _answers[key]
 
 
 def _bound(launch: Launch, call: Call, places: dict[str, int]) -> Callable[[Buffers], None]:

@@ -51,13 +51,13 @@ def worth_timing(program: Program, most: int) -> tuple[Schedule, ...]:
     """Schedules that the fastest may be among, best guess first, where no row has more than `most` elements.
 
     On an H200 rows that are folded were fastest at two vectors a thread, others at four; where there are few rows, at
-    one. Of short rows a block has several, a warp each.
+    one. Of short rows a block has several, a warp each. The last is for tiles that do not fit so.
     """
     row = min(longest_row(program), most)
     folds = any(n.op == "reduce" for n in program.nodes)
     found = [_spread(program, row, vectors) for vectors in ((2, 4, 1) if folds else (4, 2, 1))]
     found += [replace(s, instances=2 * s.instances) for s in found if s.threads == 32]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys((*found, _spread(program, longest_row(program), 2))))
 
 
 def longest_row(program: Program) -> int:
