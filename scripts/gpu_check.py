@@ -50,7 +50,7 @@ MAIN = ["rms_norm", "add_rms_norm", "layer_norm"]
 OTHERS = ["add_layer_norm", "l2_norm"]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # What compiles fast and matters most comes first: a budget may end before the last.
-BACKENDS = ["triton", "cuda", "tilelang", "vendor", "inductor"]
+BACKENDS = ["triton", "cuda", "tile", "tilelang", "vendor", "inductor"]
 
 
 class Part:

@@ -117,13 +117,13 @@ def forward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
     if call.reduction == "none":
         args, constants, along = _arguments(call, {"loss": call.loss})
         args |= {"partials": None, "unit": None, "count": None}
-        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along)})
+        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along), "config": config})
     args, constants, along = _arguments(call, {"unit": call.tensors.get("unit")})
     cells = grid(args["logits"])
     partials = Scratch("partials", cells[:2])
     count = float(call.logits.numel) if call.reduction == "mean" else None
     args |= {"loss": None, "partials": partials, "count": count if call.has("unit") else None}
-    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along)})
+    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along), "config": config})
     total = {"partials": partials, "out": call.loss, "count": count}
     return blocks, Launch(sum_all, (1, 1, 1), total, {}, {"flat": ("partials", "out")})
 
@@ -135,11 +135,13 @@ def backward(call: Call, config: Config) -> Launch:
         dlogits = rows["dlogits"]
         assert dlogits is not None
         constants = {"in_place": "dlogits" in call.aliased}
-        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, {"flat": ("dy",)})
+        how = {"flat": ("dy",), "config": config}
+        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, how)
     each = call.reduction == "none"
     args, constants, along = _arguments(call, {"dlogits": call.dlogits, **({"dy": call.dy} if each else {})})
     args |= {"dy": args["dy"] if each else call.dy, "count": None}
     if call.reduction == "mean":
         args["count"] = float(call.logits.numel)
     flat = (*along, *(() if each else ("dy",)))
-    return Launch(gradient_block, grid(args["logits"]), args, {**constants, "one_dy": not each}, {"flat": flat})
+    how = {"flat": flat, "config": config}
+    return Launch(gradient_block, grid(args["logits"]), args, {**constants, "one_dy": not each}, how)
