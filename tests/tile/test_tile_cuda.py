@@ -38,7 +38,7 @@ def _softmax(t: Any, x: Any, y: Any) -> None:
 def _swiglu(t: Any, x: Any, up: Any, y: Any) -> None:
     at = t.program_id(0), t.arange(x.shape[1])
     g = t.load(x[at]).f32()
-    t.store(y[at], (g * tile.sigmoid(t, g) * t.load(up[at]).f32()).to(y.dtype))
+    t.store(y[at], (g * t.sigmoid(g) * t.load(up[at]).f32()).to(y.dtype))
 
 
 PROGRAMS = {

@@ -89,6 +89,28 @@ def _lanes(name: str, of: str, to: str, scalar: str, vector: str = "") -> Record
     return Record(name, f"fn {to} {name}({of} x) {{ {scalar} }}\nfn {to}v {name}({source} x) {{ {body} }}")
 
 
+def _fast(kind: str, instruction: str, of: str = "a", result: str = "r") -> Record:
+    """A function of float32 by one approximate instruction, which keeps denormal numbers."""
+    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx.f32 %0, %1;" : "=f"(r) : "f"({of})); '
+                                      f"return {result};")  # fmt: skip
+
+
+FAST = (
+    _fast("exp", "ex2", "a * 1.44269504f"),
+    _fast("exp2", "ex2"),
+    _fast("log", "lg2", result="r * 0.693147181f"),
+    _fast("sqrt", "sqrt"),
+    _fast("rsqrt", "rsqrt"),
+    _fast("reciprocal", "rcp"),
+    _each(
+        "sigmoid_fast",
+        "a",
+        """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(r)); r += 0x1p-24f;                  // is denormal before the last product
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;""",
+    ),
+)
+
 ARITHMETIC = (
     Record("splat", """fn f32v splat(f32 x) { return every(x); }
 fn i32v splat(i32 x) { return every(x); }
@@ -239,4 +261,4 @@ template <class V, int A = 0, class P> fn V load(P p) {
     Record("bytes_of_mask", "fn u8v bytes_of_mask(i32v m) { u8v r; EACH r[l] = (u8)(m[l] & 1); return r; }"),
 )  # fmt: skip
 
-RECORDS = (*ARITHMETIC, *FOLDS, *FLOATS, *CASTS, *MEMORY)
+RECORDS = (*ARITHMETIC, *FAST, *FOLDS, *FLOATS, *CASTS, *MEMORY)
