@@ -118,7 +118,7 @@ def _phases(program: Program, plan: Plan) -> list[str]:
 def _effect(node: Node) -> str:
     if folds(node):
         return f"{node.attrs['combine']} ({node.line})"
-    return f"{node.op} {node.attrs.get('view', 'cell')} ({node.line})"
+    return f"{node.op} {node.attrs.get('view') or node.attrs.get('text') or 'cell'} ({node.line})"
 
 
 def _value(node: Node) -> str:
