@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
+from tilewright.tile.errors import TileError
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Barrier, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
 from tilewright.tile.lang.kernel import Argument, Kernel
+from tilewright.tile.layout.linear import Layout
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.lower.phases import Plan, folds, phases_in_order
+from tilewright.tile.lower.threads import dealt
 from tilewright.tile.render.c import statements
 from tilewright.tile.render.cpu import RECORDS, lanes_of
 from tilewright.tile.runtime import cuda, nvrtc
@@ -21,10 +25,26 @@ from tilewright.tile.runtime.target import Cpu, this_cpu
 from tilewright.tile.schedule import Schedule, default
 
 
+class Explanation(str):
+    """The lines. `layout`: how the threads of a GPU share the elements of a row; None for a CPU."""
+
+    layout: Layout | None = None
+
+    def plot(self, path: str | Path = "") -> str:
+        """A picture of the layout as SVG text; see `Layout.plot`.
+
+        Raises:
+            TileError: the explanation is a CPU's, where one thread has a whole row.
+        """
+        if self.layout is None:
+            raise TileError("on a CPU one thread has a whole row: there is no layout to draw; explain(..., gpu=...)")
+        return self.layout.plot(path, self.partition("\n")[0])
+
+
 def explain(
     kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None, *, gpu: str = "",
     schedule: Schedule | None = None,
-) -> str:  # fmt: skip
+) -> Explanation:  # fmt: skip
     """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`.
 
     Args:
@@ -34,7 +54,10 @@ def explain(
     program = kernel.trace(arguments)
     plan = Plan(program)
     if gpu:
-        return "\n".join([*_about(program, gpu), *_on_gpu(program, plan, gpu, schedule or default(program))])
+        chosen = schedule or default(program)
+        said = Explanation("\n".join([*_about(program, gpu), *_on_gpu(program, plan, gpu, chosen)]))
+        said.layout = dealt(chosen)
+        return said
     target = cpu or this_cpu()
     lanes = lanes_of(target.features)
     function = lower(program, lanes)
@@ -49,7 +72,7 @@ def explain(
     records = needed("\n".join(statements(function.body, 0, False)), RECORDS, target.features, lanes)
     native = [r.name for r in records if r.needs]
     out.append(f"instructions  {', '.join(native) or 'none of its own'}")
-    return "\n".join(out)
+    return Explanation("\n".join(out))
 
 
 def _about(program: Program, target: str) -> list[str]:
