@@ -41,10 +41,7 @@ def svg(layout: Layout, title: str = "") -> str:
         if column == 0:
             out.append(f'<text x="8" y="{y + 16}">{_index(layout, flat)}</text>')
         reg, lane, warp = owners[flat]
-        copies = (1 << len(layout.columns)) // layout.size - 1
-        told = f"{_index(layout, flat)}: warp {warp}, lane {lane}, register {reg}" + (
-            f", {copies} copies" * (copies > 0)
-        )
+        told = f"{_index(layout, flat)}: warp {warp}, lane {lane}, register {reg}{more}"
         out.append(
             f'<g><title>{told}</title><rect x="{x}" y="{y}" width="{CELL[0]}" height="{CELL[1]}" '
             f'fill="{_colour(lane / sizes[1], warp / sizes[2])}" stroke="#999"/>'
