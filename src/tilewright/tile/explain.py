@@ -5,13 +5,14 @@ Each fact is read from the program, its phases and the thread's function; a GPU'
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from tilewright.tile.errors import TileError
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Barrier, Function, Load, Store
+from tilewright.tile.ir.thread_ir import Barrier, Declare, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
 from tilewright.tile.lang.kernel import Argument, Kernel
 from tilewright.tile.layout.linear import Layout
@@ -92,7 +93,7 @@ def _slow_accesses(function: Function) -> list[str]:
     out = []
     for word, slow in (("scattered", [s for s in accesses if s.scattered]),
                        ("strided", [s for s in accesses if s.stride != 1 and not s.scattered])):  # fmt: skip
-        places = sorted({f"{s.memory} ({s.line})" for s in slow if s.line is not None})
+        places = sorted({f"{s.memory.removeprefix('p_')} ({s.line})" for s in slow if s.line is not None})
         out += [f"{word:13} {', '.join(places)}: element by element"] if places else []
     return out
 
@@ -107,18 +108,29 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
         if isinstance(s, (Load, Store)) and s.align and s.line is not None:
             item = s.type.dtype.itemsize
             verb = "load" if isinstance(s, Load) else "store"
-            widths[f"access        {verb} {s.memory} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
+            name = s.memory.removeprefix("p_")
+            widths[f"access        {verb} {name} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
     out += [*widths, *_slow_accesses(function)]
-    arrays = {a.name: a for a in function.arrays if a.shared}
+    arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:
         out.append(f"waits         {_value(node)}")
+    held = [s for s in function.statements() if isinstance(s, Declare) and s.count]
+    words = sum(s.count * s.type.lanes * max(4, s.type.dtype.itemsize) // 4 for s in held)
+    out += [f"waits in      {len(held)} of them in {words} registers a thread"] if held else []
     out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
-    barriers = Counter((s.scope, s.why) for s in function.statements() if isinstance(s, Barrier))
-    out += [f"barrier       {scope}, {count} times: {why}" for (scope, why), count in sorted(barriers.items())]
+    barriers = Counter((s.scope, _parted(s.why)) for s in function.statements() if isinstance(s, Barrier))
+    out += [f"barrier       {scope}, {count} x {why}" for (scope, why), count in sorted(barriers.items())]
     if why := nvrtc.missing():
         return [*out, f"registers     unknown: {why}"]
     cubin = cuda.compile(program, schedule, arch).cubin
     return [*out, f"registers     {cubin.registers} a thread, {cubin.spills} bytes spilled, {cubin.stack} of stack"]
+
+
+def _parted(why: str) -> str:
+    """What a barrier parts: memory by its author's name; the compiler's arrays have numbers for names."""
+    name, _, rest = why.partition(": ")
+    own = "a fold over warps" if name.startswith("w") else "a tile that waits"
+    return f"{name[2:] if name.startswith('p_') else own}: {rest}"
 
 
 def _phases(program: Program, plan: Plan) -> list[str]:
