@@ -190,7 +190,7 @@ def judge(label: str, config: Config, probs: Tensor, how: dict[str, Any]) -> Non
     options |= {name: value for name, value in how.items() if name in options}
     seeded = {"probs": probs, "seed": torch.tensor([5]), "offset": None, **inputs}
     for op, given in ((tw.top_k_top_p_renorm.op, inputs), (tw.top_k_top_p_sample.op, seeded)):
-        (kernel,) = [k for k in registry.kernels_of(op.name) if k.label == label]
+        (kernel,) = [k for k in registry.kernels_of(op.name) if (k.backend, k.label) == ("triton", label)]
         call = call_of(op, given, options, False)
         assert not kernel.capability.reasons(call, emulated=True)
         found = bind(kernel, config, call, poison=True)(*given.values())
@@ -228,7 +228,7 @@ def test_groups_keep_what_the_definition_keeps(how: dict[str, Any]) -> None:
 def test_groups_whose_likely_tokens_meet(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All likely tokens lie in few groups, 16 apart, or side by side, or are all that is not 0: more of them reach the
     bound than there is room for, which is then raised."""
-    probs = language(10, 300) * 1e-3
+    probs = language(7, 300) * 1e-3
     probs[1, ::16] += 0.01
     probs[2, ::16] = 0.25  # alike
     probs[3, :50] += 0.5
@@ -236,8 +236,17 @@ def test_groups_whose_likely_tokens_meet(order: str, monkeypatch: pytest.MonkeyP
     probs[5] = torch.arange(300.0)
     probs[6] = 1.0
     monkeypatch.setattr("tilewright.ops.sampling.triton_groups.room_of", lambda call: 16)
-    for how in ({"top_k": 12, "top_p": 0.9}, {"top_k": 3, "top_p": 0.5}, {"top_k": 7}):
+    for how in ({"top_k": 12, "top_p": 0.9}, {"top_k": 7}):
         judge("groups", Config(block=128, num_warps=1, group=8, choosing=1, pdl=0), probs, {**how, "order": order})
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("how", [
+    {"top_k": 40, "row_k": (1, 300, 17, 0, 39), "row_p": (0.5, 1.0, 0.01, 2.0, math.nan)},
+    {"row_k": (1, 300, 17, 299, 150), "top_p": 0.9, "order": "joint"},
+], ids=str)  # fmt: skip
+def test_digits_keep_what_the_definition_keeps(how: dict[str, Any]) -> None:
+    judge("", Config(block=128, num_warps=1, choosing=1, digit=10), difficult(100), how)
 
 
 def test_groups_refuse_a_k_that_no_number_bounds() -> None:
@@ -255,7 +264,10 @@ def test_groups_refuse_a_k_that_no_number_bounds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 1000, "top_p": 0.8, "order": "joint"}], ids=str)
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 1000, "top_p": 0.8, "order": "joint"},
+    {"top_k": 2000, "top_p": 0.8, "order": "joint"},
+], ids=str)  # fmt: skip
 def test_a_whole_vocabulary(how: dict[str, Any]) -> None:
     """151936 tokens, of rows that lie apart; ties at the threshold, and the likeliest last."""
     probs = torch.full((2, 152000), math.nan)[:, :151936]
