@@ -48,6 +48,6 @@ def group_configs(call: Call) -> tuple[Config, ...]:
         group = least * groups
         block = min(width, max(block, group))
         pdl = pdl if call.device.kind == "cuda" and call.device.sm >= 90 else 0
-        warps, choosing = max(1, min(warps, block // 128)), max(4, min(choosing, width // group // 256))
+        warps, choosing = max(1, min(warps, block // 128)), max(8, min(choosing, width // group // 256))
         found.append(Config(block=block, num_warps=warps, group=group, choosing=choosing, pdl=pdl))
     return tuple(dict.fromkeys(found))

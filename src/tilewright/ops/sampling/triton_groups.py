@@ -239,9 +239,10 @@ def _found(call: Call, config: Config, drawn: dict[str, Argument] | None) -> tup
     second = Launch(weigh, every, where, {**pieces, **unit}, options, pdl=pdl)
     ends = {**where, **limits_of(call), "blocks": blocks}
     ends |= drawn or dict.fromkeys(("ids", "valid", "seed", "offset"))
-    third = Launch(
-        choose, (rows, 1, 1), ends, {**pieces, **index, **unit, "GROUP": config.group, "SHARE": share, "JOINT": joint},
-        {"num_warps": config.choosing}, pdl=pdl,
-    )  # fmt: skip
+    sizes = {**pieces, **index, **unit, "GROUP": config.group, "SHARE": share, "JOINT": joint}
+    chosen = {"num_warps": config.choosing}
+    if call.device.kind == "cuda":  # ptxas rather spills a register or two than have a block less on a multiprocessor
+        chosen["maxnreg"] = min(255, 65536 // (32 * config.choosing))
+    third = Launch(choose, (rows, 1, 1), ends, sizes, chosen, pdl=pdl)
     last = Launch(write, every, {**where, "y": call.tensors.get("y")}, {**pieces, **index, **unit}, options, pdl=pdl)
     return (first, second, third) if joint else (first, third), last
