@@ -5,7 +5,6 @@ Each fact is read from the program, its phases and the thread's function; a GPU'
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
