@@ -2,10 +2,10 @@
 
     python scripts/page_output.py docs/tile-guide.md [--write]
 
-A block with `<!-- excerpt -->` above it is not run; one with `<!-- file: name.py -->` is a file of that name where errors
-and explanations name lines. What a block prints goes into the block below `<!-- output -->`, and a picture that it writes
-into `docs/images`. Without `--write` the page and its pictures are only compared, and the exit code is 1 where they
-differ. Explanations for a CPU are those of one with AVX2, whatever runs the page.
+A block with `<!-- excerpt -->` above it is not run; one with `<!-- file: name.py -->` is a file of that name where
+errors and explanations name lines. What a block prints goes into the block below `<!-- output -->`, and a picture that
+it writes into `docs/images`. Without `--write` the page and its pictures are only compared, and the exit code is 1
+where they differ. Explanations for a CPU are those of one with AVX2, whatever runs the page.
 """
 
 from __future__ import annotations

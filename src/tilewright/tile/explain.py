@@ -5,7 +5,6 @@ Each fact is read from the program, its phases and the thread's function; a GPU'
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,7 +113,7 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
     arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:
         out.append(f"waits         {_value(node)}")
-    held = [s for s in function.statements() if isinstance(s, Declare) and s.count]
+    held = [s for s in function.statements() if isinstance(s, Declare) and s.count and not s.name.startswith("acc")]
     words = sum(s.count * s.type.lanes * max(4, s.type.dtype.itemsize) // 4 for s in held)
     out += [f"waits in      {len(held)} of them in {words} registers a thread"] if held else []
     out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
