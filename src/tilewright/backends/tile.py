@@ -24,6 +24,7 @@ from tilewright.core.device import Device
 from tilewright.core.launch import Launch, Scratch, scratches
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
+from tilewright.tile.explain import explained
 from tilewright.tile.ir.tile_ir import Program, ViewType
 from tilewright.tile.lang.kernel import Argument
 from tilewright.tile.render.cuda import GRID
@@ -64,6 +65,11 @@ class TileBackend(Backend):
 
     def compile(self, launch: Launch, device: Device) -> Artifact:
         return for_gpu(launch, device, {})[0]
+
+    def explain(self, launches: Sequence[Launch], call: Call) -> str:
+        gpu = f"sm_{call.device.sm}" if call.device.sm else ""
+        made = ((_traced(launch, call.aliased, exact=bool(gpu))[0], launch) for launch in launches)
+        return "\n\n".join(explained(p, gpu=gpu, schedule=launch.options.get("schedule")) for p, launch in made)
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         if call.device.sm:

@@ -51,7 +51,13 @@ def explain(
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
     """
-    program = kernel.trace(arguments)
+    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule)
+
+
+def explained(
+    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None
+) -> Explanation:
+    """The decisions for a program that is traced; see `explain`."""
     plan = Plan(program)
     if gpu:
         chosen = schedule or default(program)
