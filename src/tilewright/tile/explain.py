@@ -51,7 +51,13 @@ def explain(
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
     """
-    program = kernel.trace(arguments)
+    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule)
+
+
+def explained(
+    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None
+) -> Explanation:
+    """The decisions for a program that is traced; see `explain`."""
     plan = Plan(program)
     if gpu:
         chosen = schedule or default(program)
@@ -113,7 +119,7 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
     arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:
         out.append(f"waits         {_value(node)}")
-    held = [s for s in function.statements() if isinstance(s, Declare) and s.count]
+    held = [s for s in function.statements() if isinstance(s, Declare) and s.count and not s.name.startswith("acc")]
     words = sum(s.count * s.type.lanes * max(4, s.type.dtype.itemsize) // 4 for s in held)
     out += [f"waits in      {len(held)} of them in {words} registers a thread"] if held else []
     out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
