@@ -165,6 +165,6 @@ def test_explain_lists_what_was_decided_for_a_gpu() -> None:
     kernel = tile.kernel(_softmax, static={"x": (1,)})
     said = tile.explain(kernel, {"x": view, "y": view}, gpu="sm_90", schedule=Schedule(256, 1, 8))
     assert "threads       256 an instance, vectors of 8 elements" in said and "x.shape[1] = 4096" in said
-    assert re.search(r"access +load p_x \(.*\): 16 bytes at once", said) and "barrier       block" in said
+    assert re.search(r"access +load x \(.*\): 16 bytes at once", said) and "barrier       block" in said
     assert re.search(r"shared +64 bytes a block, in 2 arrays\n", said), said
     assert re.search(r"registers +[1-9]\d* a thread, 0 bytes spilled, 0 of stack", said)

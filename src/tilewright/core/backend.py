@@ -65,12 +65,14 @@ class Backend(ABC):
     """Whether its kernels return `Launch`es (outputs are allocated here) or are functions of tensors."""
 
     @abstractmethod
-    def missing(self) -> Reason | None:
-        """Why the backend cannot run here, with what would help; None when it can. Must be cheap and import nothing."""
+    def missing(self, kind: str = "") -> Reason | None:
+        """Why the backend cannot serve devices of a kind ("cpu", "cuda", "hip"; "": any at all) here, with what would
+        help; None when it can. Must be cheap and import nothing."""
 
     @abstractmethod
-    def version(self) -> str:
-        """The compiler's version as it enters evidence and cache keys; "" when absent."""
+    def version(self, kind: str = "") -> str:
+        """The version of what compiles for devices of a kind, as it enters evidence and cache keys; "" when absent.
+        Without a kind of all of it, for people."""
 
     def targets(self) -> list[str]:
         """Architectures it can compile for on this machine, GPU or not."""
@@ -93,6 +95,11 @@ class Backend(ABC):
     def compile(self, launch: Launch, device: Device) -> Artifact:
         """Compile one launch for `device`, from the artifact cache where it was compiled before. Needs no GPU."""
         raise NotImplementedError(f"{self.name} compiles no launches")
+
+    def explain(self, launches: Sequence[Launch], call: Call) -> str:
+        """What its compiler makes of `launches`, in words, for whoever wonders why they are slow; "" where it says
+        nothing. Needs no GPU."""
+        return ""
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         """Compile and load `launches` so that calls with the facts of `call` can run."""

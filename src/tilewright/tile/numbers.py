@@ -209,3 +209,10 @@ def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:
         key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
     chosen = np.choose(np.broadcast_to(word, shape), x)
     return np.asarray(chosen).astype(np.uint32)
+
+
+def printed(text: str, axes: int, dtype: DType) -> str:
+    """How a `print` writes an element, for printf and for Python's `%`: which instance, which index of so many axes,
+    the value."""
+    place = f" [{', '.join(['%ld'] * axes)}]" if axes else ""
+    return f"(%ld, %ld, %ld) {text.replace('%', '%%')}{place} {'%.9g' if dtype.floating else '%ld'}"

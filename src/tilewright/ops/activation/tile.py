@@ -76,7 +76,7 @@ def forward(call: Call, config: Config) -> Launch:
         tensors = one_row(tensors)
     y = tensors["y"]
     assert y is not None
-    return Launch(forward_block, grid(y), tensors, constants)
+    return Launch(forward_block, grid(y), tensors, constants, {"config": config})
 
 
 def backward(call: Call, config: Config) -> Launch:
@@ -94,4 +94,4 @@ def backward(call: Call, config: Config) -> Launch:
         tensors = one_row(tensors)
     dy = tensors["dy"]
     assert dy is not None
-    return Launch(backward_block, grid(dy), tensors, constants)
+    return Launch(backward_block, grid(dy), tensors, constants, {"config": config})

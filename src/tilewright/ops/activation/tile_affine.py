@@ -74,7 +74,7 @@ def affine_forward(call: Call, config: Config) -> Launch:
         rows = one_row(rows)
     y = rows["y"]
     assert y is not None
-    return Launch(affine_block, grid(y), {**rows, **columns}, {}, {"flat": tuple(columns)})
+    return Launch(affine_block, grid(y), {**rows, **columns}, {}, {"flat": tuple(columns), "config": config})
 
 
 def bias_forward(call: Call, config: Config) -> Launch:
@@ -85,11 +85,14 @@ def bias_forward(call: Call, config: Config) -> Launch:
     y = args["y"]
     assert y is not None
     constants = {"kind": call.act, "by_column": by_column}
-    return Launch(bias_block, grid(y), args, constants, {"flat": ("bias",) if by_column else ()})
+    flat = ("bias",) if by_column else ()
+    return Launch(bias_block, grid(y), args, constants, {"flat": flat, "config": config})
 
 
-def _with_sums(call: Call, kernel: Any, args: dict[str, Argument], constants: dict[str, Any], flat: tuple[str, ...],
-               summed: tuple[str, ...]) -> tuple[Launch, ...]:  # fmt: skip
+def _with_sums(
+    call: Call, config: Config, kernel: Any, args: dict[str, Argument], constants: dict[str, Any],
+    flat: tuple[str, ...], summed: tuple[str, ...],
+) -> tuple[Launch, ...]:  # fmt: skip
     """The launch over rows, and one for each sum over them."""
     dy: TensorFacts = call.dy
     wanted = [name for name in summed if call.has(name)]
@@ -97,14 +100,14 @@ def _with_sums(call: Call, kernel: Any, args: dict[str, Argument], constants: di
     programs = sharing(rows) if wanted else rows
     partials = {name: Scratch(f"{name}_partials", (programs, dy.columns)) for name in wanted}
     args |= {"dx": call.tensors.get("dx"), **{name: partials.get(name) for name in summed}}
-    first = Launch(kernel, (programs, blocks, 1), args, constants, {"flat": flat})
+    first = Launch(kernel, (programs, blocks, 1), args, constants, {"flat": flat, "config": config})
     return (first, *(sum_launch(partials[name], call.tensors[name]) for name in wanted))
 
 
 def affine_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     """scale_bias_add_backward."""
     args: dict[str, Argument] = {"dy": call.dy, "x": call.x, "scale": call.scale}
-    return _with_sums(call, affine_rows, args, {}, ("scale",), ("dscale", "dbias"))
+    return _with_sums(call, config, affine_rows, args, {}, ("scale",), ("dscale", "dbias"))
 
 
 def bias_backward(call: Call, config: Config) -> tuple[Launch, ...]:
@@ -112,4 +115,4 @@ def bias_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     by_column = call.bias.shape != call.x.shape
     args: dict[str, Argument] = {"dy": call.dy, "x": call.x, "bias": call.bias}
     constants = {"kind": call.act, "by_column": by_column}
-    return _with_sums(call, bias_rows, args, constants, ("bias",) if by_column else (), ("dbias",))
+    return _with_sums(call, config, bias_rows, args, constants, ("bias",) if by_column else (), ("dbias",))

@@ -119,14 +119,14 @@ def forward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
         args, constants, along = _arguments(call, {"loss": call.loss})
         args |= {"partials": None, "unit": None, "count": None}
         constants["accuracy"] = accuracy(call.loss)
-        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along)})
+        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along), "config": config})
     args, constants, along = _arguments(call, {"unit": call.tensors.get("unit")})
     constants["accuracy"] = accuracy(call.loss, args["unit"])
     cells = grid(args["logits"])
     partials = Scratch("partials", cells[:2])
     count = float(call.logits.numel) if call.reduction == "mean" else None
     args |= {"loss": None, "partials": partials, "count": count if call.has("unit") else None}
-    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along)})
+    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along), "config": config})
     total = {"partials": partials, "out": call.loss, "count": count}
     return blocks, Launch(sum_all, (1, 1, 1), total, {}, {"flat": ("partials", "out")})
 
@@ -138,7 +138,8 @@ def backward(call: Call, config: Config) -> Launch:
         dlogits = rows["dlogits"]
         assert dlogits is not None
         constants: dict[str, Any] = {"in_place": "dlogits" in call.aliased}
-        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, {"flat": ("dy",)})
+        how = {"flat": ("dy",), "config": config}
+        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, how)
     each = call.reduction == "none"
     args, constants, along = _arguments(call, {"dlogits": call.dlogits, **({"dy": call.dy} if each else {})})
     args |= {"dy": args["dy"] if each else call.dy, "count": None}
@@ -146,4 +147,5 @@ def backward(call: Call, config: Config) -> Launch:
         args["count"] = float(call.logits.numel)
     flat = (*along, *(() if each else ("dy",)))
     constants |= {"one_dy": not each, "accuracy": accuracy(call.dlogits)}
-    return Launch(gradient_block, grid(args["logits"]), args, constants, {"flat": flat})
+    how = {"flat": flat, "config": config}
+    return Launch(gradient_block, grid(args["logits"]), args, constants, how)

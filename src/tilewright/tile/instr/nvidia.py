@@ -155,6 +155,7 @@ fn u32v philox(i64v seed, i64v counter, i64v row, i64v word) {
     Record("shuffle_xor", """template <class T> fn T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask); }
 fn bool shuffle_xor(bool x, int mask) { return __shfl_xor_sync(0xffffffffu, (i32)x, mask) != 0; }"""),
+    Record("print_line", "#define print_line(...) printf(__VA_ARGS__)"),
     Record("warp_barrier", "fn void warp_barrier() { __syncwarp(); }"),
     Record("block_barrier", "fn void block_barrier() { __syncthreads(); }"),
 )  # fmt: skip

@@ -50,7 +50,7 @@ PURE = frozenset(
     ]
 )
 VALUE_EFFECTS = frozenset(("load", "get"))
-EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "index"}
+EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "print", "index"}
 
 COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 BINARY = COMPARISONS | frozenset(

@@ -275,6 +275,21 @@ class Functions:
             raise TraceError("t.check takes a bool scalar")
         self._t.effect("check", (test.node,), text=text)
 
+    def print(self, text: str, value: Any) -> None:
+        """A line for each element of a tile, or one for a scalar, in the program's order: the instance, the text, the
+        element's indices, the value. Instances print side by side; say `with t.when(row == 0)` for one of them. A GPU
+        prints when it is waited for, and the order of elements is open there.
+
+        Args:
+            text: printable ASCII.
+        """
+        tile = lift(self._t, value)
+        if not (text.isascii() and text.isprintable()):
+            raise TraceError(f"t.print takes printable ASCII, not {text!r}")
+        if not tile.dtype.computes and tile.dtype != dtypes.boolean:
+            tile = tile.f32() if tile.dtype.floating else tile.i32()
+        self._t.effect("print", (tile.node,), shape=tile.shape, dtype=tile.dtype, text=text)
+
 
 def _grid_axis(axis: int) -> int:
     if axis not in (0, 1, 2):

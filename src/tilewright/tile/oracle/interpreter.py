@@ -118,6 +118,11 @@ class _Machine:
         elif e.op == "when":
             if bool(self.value(e.args[0])):
                 self.region(e.attrs["body"])
+        elif e.op == "print":
+            value = np.broadcast_to(self.value(e.args[0]), self.extents(e))
+            line = numbers.printed(e.attrs["text"], value.ndim, e.dtype)
+            for index, element in np.ndenumerate(value):
+                print(line % (*self.place, *index, element.item()))
         elif e.op == "check" and not bool(self.value(e.args[0])):
             raise RunError(f"check failed: {e.attrs['text']}", e.line)
 

@@ -18,6 +18,8 @@ ALIGNMENT = 16
 """Bytes: as wide as the widest access."""
 SHARED_BYTES = 232448
 """The most shared memory that any block may have (compute capability 9.0)."""
+LESS_BYTES = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 120: 101376, 121: 101376}
+"""What a block may have where that is less, by compute capability."""
 PLAIN = 49152
 """Bytes a block may have without opting in when the kernel is loaded."""
 
@@ -28,6 +30,11 @@ class Arena:
 
     offsets: dict[str, int]
     size: int
+
+
+def most_bytes(arch: str) -> int:
+    """What a block may have on an architecture ("sm_90"; "": any)."""
+    return LESS_BYTES.get(int("".join(filter(str.isdigit, arch)) or 90), SHARED_BYTES)
 
 
 def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
