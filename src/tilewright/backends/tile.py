@@ -36,7 +36,7 @@ from tilewright.tile.lang.kernel import Argument
 from tilewright.tile.render.cuda import GRID, arguments
 from tilewright.tile.runtime import cpu, nvrtc, target
 from tilewright.tile.runtime.arguments import Memory, alignment, all_values, is_real, pack, type_of
-from tilewright.tile.runtime.cuda import lowered, text_of
+from tilewright.tile.runtime.cuda import check, text_of
 from tilewright.tile.runtime.store import compiler_digest
 from tilewright.tile.schedule import Schedule, default, worth_timing
 
@@ -221,7 +221,7 @@ def _refused(program: Program, schedule: Schedule, arch: str) -> str:
     key = (program.name, program_text(program), schedule, arch)
     if key not in _answers:
         try:
-            lowered(program, schedule, arch)
+            check(program, schedule, arch)
             answer = ""
         except LowerError as error:
             answer = str(error)

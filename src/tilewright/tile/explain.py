@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilewright.tile.errors import TileError
+from tilewright.tile.errors import LowerError, TileError
+from tilewright.tile.fuse import H200, work
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Barrier, Declare, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
@@ -43,25 +44,27 @@ class Explanation(str):
 
 def explain(
     kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None, *, gpu: str = "",
-    schedule: Schedule | None = None,
+    schedule: Schedule | None = None, instances: int = 0,
 ) -> Explanation:  # fmt: skip
     """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`.
 
     Args:
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
+        instances: with a GPU, estimate the time of a launch of so many.
     """
-    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule)
+    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule, instances=instances)
 
 
 def explained(
-    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None
+    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None, instances: int = 0
 ) -> Explanation:
     """The decisions for a program that is traced; see `explain`."""
     plan = Plan(program)
     if gpu:
         chosen = schedule or default(program)
-        said = Explanation("\n".join([*_about(program, gpu), *_on_gpu(program, plan, gpu, chosen)]))
+        lines = [*_about(program, gpu), *_on_gpu(program, plan, gpu, chosen)]
+        said = Explanation("\n".join(lines + ([_estimate(program, instances)] if instances else [])))
         said.layout = dealt(chosen)
         return said
     target = cpu or this_cpu()
@@ -129,6 +132,15 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
         return [*out, f"registers     unknown: {why}"]
     cubin = cuda.compile(program, schedule, arch).cubin
     return [*out, f"registers     {cubin.registers} a thread, {cubin.spills} bytes spilled, {cubin.stack} of stack"]
+
+
+def _estimate(program: Program, instances: int) -> str:
+    try:
+        cost = work(program)
+    except LowerError as error:
+        return f"estimate      none: {error}"
+    time, limit = cost.us(instances, H200), cost.limit(instances, H200)
+    return f"estimate      {time:.0f} us for {instances} instances on an {H200.name}, limited by {limit}"
 
 
 def _parted(why: str) -> str:

@@ -32,7 +32,7 @@ from tilewright.tile.runtime.store import DIGEST, Store, compiler_digest
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.schedule import default as usual
 from tilewright.tile.sync.barriers import insert
-from tilewright.tile.sync.shared import PLAIN, Arena, arrange, most_bytes
+from tilewright.tile.sync.shared import PLAIN, Arena, arrange, most_bytes, most_needed
 
 LIBRARY = "libcuda.so.1"
 MOST_BLOCKS = 2**31 - 1
@@ -166,6 +166,12 @@ def lowered(program: Program, schedule: Schedule, arch: str = "") -> tuple[Funct
     """
     function = insert(lower(program, schedule.vector, schedule))
     return function, arrange(function, most_bytes(arch))
+
+
+def check(program: Program, schedule: Schedule, arch: str) -> None:
+    """Raises where `lowered` would, and takes a fraction of its time where there is room enough."""
+    if most_needed(lower(program, schedule.vector, schedule)) > most_bytes(arch):
+        lowered(program, schedule, arch)
 
 
 def text_of(program: Program, schedule: Schedule | None = None, arch: str = "") -> tuple[Function, render.Source]:

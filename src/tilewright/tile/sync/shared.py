@@ -66,6 +66,11 @@ def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
     return Arena(offsets, size)
 
 
+def most_needed(function: Function) -> int:
+    """Bytes that a block needs where no array has the bytes of another; known before barriers are placed."""
+    return function.instances * sum(_size(a) for a in function.arrays if a.shared)
+
+
 def _size(array: Array) -> int:
     return -(-array.elements * array.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
