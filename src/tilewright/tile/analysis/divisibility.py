@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from tilewright.tile.ir.tile_ir import Dim, Most, Node, Program, static_size
+from tilewright.tile.ir.tile_ir import Most, Node, Program, static_size
 
 Bound = int | None
 
@@ -109,7 +109,7 @@ class Facts:
         waiting = [node]
         while waiting:
             top = waiting[-1]
-            needs = [*top.args, *(a.limit for a in top.shape if isinstance(a, Dim))] if top.op in _THROUGH else []
+            needs = [*top.args, *top.limits] if top.op in _THROUGH else []
             missing = [n for n in needs if n not in self._found]
             if top in self._found or not missing:
                 waiting.pop()
