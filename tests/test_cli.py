@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -246,3 +247,14 @@ def test_interrupt_ends_with_130_and_leaves_no_half_written_file(tmp_path: Path)
     assert out == ""
     assert "Traceback" not in err
     assert not list(tmp_path.rglob(".new-*"))
+
+
+def test_explain_says_what_the_tile_compiler_makes_of_a_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("explain", "rms_norm", "--device", "cpu", "--shape", "4x64", "--backend", "tile")
+    _, short, _ = run(capsys, *words)
+    code, out, _ = run(capsys, *words, "--compiled")
+    assert code == 0 and out.startswith(short.rstrip())
+    assert "loop" not in short and re.search(r"loop +over \[<=\d+\]: sum \(tile.py:\d+\)", out)
+    _, facts, _ = run(capsys, *words, "--compiled", "--json")
+    (said,) = json.loads(facts)["compiled"].items()
+    assert said[0] == "rms_norm/tile" and said[1] in out

@@ -229,7 +229,7 @@ def test_explain_lists_what_was_decided() -> None:
     assert "x.shape[1] at most 8192" in said and "8 lanes" in said
     assert re.search(r"loop +over \[<=8192\]: store prologue_total .*, sum ", said)
     assert re.search(r"scratch +cast bfloat16\[<=8192\] .*kept by a loop over", said), said
-    assert "strided       p_epilogue_y" in said and "narrow16" in said
+    assert "strided       epilogue_y" in said and "narrow16" in said
 
 
 @pytest.mark.parametrize("fault", ["identity", "last chunk", "order of effects", "division"])

@@ -29,6 +29,7 @@ from tilewright.core.launch import Launch, Scratch, scratches
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
 from tilewright.tile.errors import LowerError
+from tilewright.tile.explain import explained
 from tilewright.tile.ir.text import program_text
 from tilewright.tile.ir.tile_ir import Program, ViewType
 from tilewright.tile.lang.kernel import Argument
@@ -85,6 +86,12 @@ class TileBackend(Backend):
 
     def compile(self, launch: Launch, device: Device) -> Artifact:
         return for_gpu(launch, device, {})[0]
+
+    def explain(self, launches: Sequence[Launch], call: Call) -> str:
+        if not call.device.sm:
+            return "\n\n".join(explained(_traced(launch, call.aliased, exact=False)[0]) for launch in launches)
+        made = [_planned(launch, call.device, call.aliased) for launch in launches]
+        return "\n\n".join(explained(program, gpu=arch, schedule=schedule) for program, schedule, arch in made)
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         if call.device.sm:

@@ -21,6 +21,9 @@ def command(
     option: Annotated[list[str] | None, typer.Option("--option", help="An option of the op, as eps=1e-5.")] = None,
     without: Annotated[str, typer.Option("--without", help="Optional tensors to leave out, by commas.")] = "",
     backend: Annotated[str, typer.Option("--backend", help="As if the call were pinned to it.")] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also what a compiler makes of the kernels that fit; tile's says it.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show every kernel for a call: chosen or not, why, its config, evidence and measured time. Runs nothing."""
@@ -37,10 +40,11 @@ def command(
             options=arguments.options(known, option), absent=absent, saving=grad,
         )  # fmt: skip
         found = selection.weigh(call, policy.current(), backend=backend or None)
+        inside = _compiled(found) if compiled else {}
         if json:
-            emit(_facts(found))
+            emit(_facts(found) | ({"compiled": inside} if compiled else {}))
             return
-    stdout().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    stdout().print("\n\n".join([str(found), *inside.values()]), markup=False, highlight=False, soft_wrap=True)
 
 
 def machine(name: str) -> Any:
@@ -76,6 +80,19 @@ def make_call(
         if name not in op.optional:
             raise UnknownName(f"optional tensor of {op.name}", name, sorted(op.optional))
     return call_of(op, shape, dtype, device, options=options, absent=absent, saving=saving)
+
+
+def _compiled(found: Any) -> dict[str, str]:
+    """What compilers say of the kernels that fit, by kernel."""
+    from tilewright.core import registry
+    from tilewright.core.launch import launches_of
+
+    said = {}
+    for one in found.candidates:
+        backend = registry.backend(one.kernel.backend)
+        if one.fits and backend.launches and one.config is not None:
+            said[one.kernel.name] = backend.explain(launches_of(one.kernel.load()(found.call, one.config)), found.call)
+    return {name: text for name, text in said.items() if text}
 
 
 def _facts(found: Any) -> dict[str, Any]:

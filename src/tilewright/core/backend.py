@@ -96,6 +96,11 @@ class Backend(ABC):
         """Compile one launch for `device`, from the artifact cache where it was compiled before. Needs no GPU."""
         raise NotImplementedError(f"{self.name} compiles no launches")
 
+    def explain(self, launches: Sequence[Launch], call: Call) -> str:
+        """What its compiler makes of `launches`, in words, for whoever wonders why they are slow; "" where it says
+        nothing. Needs no GPU."""
+        return ""
+
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         """Compile and load `launches` so that calls with the facts of `call` can run."""
         raise NotImplementedError(f"{self.name} prepares no launches")

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
+from tilewright.tile.errors import LowerError, TileError
+from tilewright.tile.fuse import H200, work
 from tilewright.tile.instr.record import needed
-from tilewright.tile.ir.thread_ir import Barrier, Function, Load, Store
+from tilewright.tile.ir.thread_ir import Barrier, Declare, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
 from tilewright.tile.lang.kernel import Argument, Kernel
+from tilewright.tile.layout.linear import Layout
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.lower.phases import Plan, folds, phases_in_order
+from tilewright.tile.lower.threads import dealt
 from tilewright.tile.render.c import statements
 from tilewright.tile.render.cpu import RECORDS, lanes_of
 from tilewright.tile.runtime import cuda, nvrtc
@@ -21,20 +26,47 @@ from tilewright.tile.runtime.target import Cpu, this_cpu
 from tilewright.tile.schedule import Schedule, default
 
 
+class Explanation(str):
+    """The lines. `layout`: how the threads of a GPU share the elements of a row; None for a CPU."""
+
+    layout: Layout | None = None
+
+    def plot(self, path: str | Path = "") -> str:
+        """A picture of the layout as SVG text; see `Layout.plot`.
+
+        Raises:
+            TileError: the explanation is a CPU's, where one thread has a whole row.
+        """
+        if self.layout is None:
+            raise TileError("on a CPU one thread has a whole row: there is no layout to draw; explain(..., gpu=...)")
+        return self.layout.plot(path, self.partition("\n")[0])
+
+
 def explain(
     kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None, *, gpu: str = "",
-    schedule: Schedule | None = None,
-) -> str:  # fmt: skip
+    schedule: Schedule | None = None, instances: int = 0,
+) -> Explanation:  # fmt: skip
     """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`.
 
     Args:
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
+        instances: with a GPU, estimate the time of a launch of so many.
     """
-    program = kernel.trace(arguments)
+    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule, instances=instances)
+
+
+def explained(
+    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None, instances: int = 0
+) -> Explanation:
+    """The decisions for a program that is traced; see `explain`."""
     plan = Plan(program)
     if gpu:
-        return "\n".join([*_about(program, gpu), *_on_gpu(program, plan, gpu, schedule or default(program))])
+        chosen = schedule or default(program)
+        lines = [*_about(program, gpu), *_on_gpu(program, plan, gpu, chosen)]
+        said = Explanation("\n".join(lines + ([_estimate(program, instances)] if instances else [])))
+        said.layout = dealt(chosen)
+        return said
     target = cpu or this_cpu()
     lanes = lanes_of(target.features)
     function = lower(program, lanes)
@@ -49,7 +81,7 @@ def explain(
     records = needed("\n".join(statements(function.body, 0, False)), RECORDS, target.features, lanes)
     native = [r.name for r in records if r.needs]
     out.append(f"instructions  {', '.join(native) or 'none of its own'}")
-    return "\n".join(out)
+    return Explanation("\n".join(out))
 
 
 def _about(program: Program, target: str) -> list[str]:
@@ -69,7 +101,7 @@ def _slow_accesses(function: Function) -> list[str]:
     out = []
     for word, slow in (("scattered", [s for s in accesses if s.scattered]),
                        ("strided", [s for s in accesses if s.stride != 1 and not s.scattered])):  # fmt: skip
-        places = sorted({f"{s.memory} ({s.line})" for s in slow if s.line is not None})
+        places = sorted({f"{s.memory.removeprefix('p_')} ({s.line})" for s in slow if s.line is not None})
         out += [f"{word:13} {', '.join(places)}: element by element"] if places else []
     return out
 
@@ -84,18 +116,38 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
         if isinstance(s, (Load, Store)) and s.align and s.line is not None:
             item = s.type.dtype.itemsize
             verb = "load" if isinstance(s, Load) else "store"
-            widths[f"access        {verb} {s.memory} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
+            name = s.memory.removeprefix("p_")
+            widths[f"access        {verb} {name} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
     out += [*widths, *_slow_accesses(function)]
-    arrays = {a.name: a for a in function.arrays if a.shared}
+    arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:
         out.append(f"waits         {_value(node)}")
+    held = [s for s in function.statements() if isinstance(s, Declare) and s.count and not s.name.startswith("acc")]
+    words = sum(s.count * s.type.lanes * max(4, s.type.dtype.itemsize) // 4 for s in held)
+    out += [f"waits in      {len(held)} of them in {words} registers a thread"] if held else []
     out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
-    barriers = Counter((s.scope, s.why) for s in function.statements() if isinstance(s, Barrier))
-    out += [f"barrier       {scope}, {count} times: {why}" for (scope, why), count in sorted(barriers.items())]
+    barriers = Counter((s.scope, _parted(s.why)) for s in function.statements() if isinstance(s, Barrier))
+    out += [f"barrier       {scope}, {count} x {why}" for (scope, why), count in sorted(barriers.items())]
     if why := nvrtc.missing():
         return [*out, f"registers     unknown: {why}"]
     cubin = cuda.compile(program, schedule, arch).cubin
     return [*out, f"registers     {cubin.registers} a thread, {cubin.spills} bytes spilled, {cubin.stack} of stack"]
+
+
+def _estimate(program: Program, instances: int) -> str:
+    try:
+        cost = work(program)
+    except LowerError as error:
+        return f"estimate      none: {error}"
+    time, limit = cost.us(instances, H200), cost.limit(instances, H200)
+    return f"estimate      {time:.0f} us for {instances} instances on an {H200.name}, limited by {limit}"
+
+
+def _parted(why: str) -> str:
+    """What a barrier parts: memory by its author's name; the compiler's arrays have numbers for names."""
+    name, _, rest = why.partition(": ")
+    own = "a fold over warps" if name.startswith("w") else "a tile that waits"
+    return f"{name[2:] if name.startswith('p_') else own}: {rest}"
 
 
 def _phases(program: Program, plan: Plan) -> list[str]:
@@ -118,7 +170,7 @@ def _phases(program: Program, plan: Plan) -> list[str]:
 def _effect(node: Node) -> str:
     if folds(node):
         return f"{node.attrs['combine']} ({node.line})"
-    return f"{node.op} {node.attrs.get('view', 'cell')} ({node.line})"
+    return f"{node.op} {node.attrs.get('view') or node.attrs.get('text') or 'cell'} ({node.line})"
 
 
 def _value(node: Node) -> str:

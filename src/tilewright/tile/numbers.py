@@ -133,6 +133,12 @@ class NumpyBuilder:
     def mul(self, a: Array, b: Array) -> Array:
         return np.asarray(np.multiply(a, b))
 
+    def div(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.divide(a, b))
+
+    def sqrt(self, a: Array) -> Array:
+        return np.asarray(np.sqrt(a))
+
     def fma(self, a: Array, b: Array, c: Array) -> Array:
         return fma(a, b, c)
 
@@ -203,3 +209,10 @@ def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:
         key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
     chosen = np.choose(np.broadcast_to(word, shape), x)
     return np.asarray(chosen).astype(np.uint32)
+
+
+def printed(text: str, axes: int, dtype: DType) -> str:
+    """How a `print` writes an element, for printf and for Python's `%`: which instance, which index of so many axes,
+    the value."""
+    place = f" [{', '.join(['%ld'] * axes)}]" if axes else ""
+    return f"(%ld, %ld, %ld) {text.replace('%', '%%')}{place} {'%.9g' if dtype.floating else '%ld'}"

@@ -8,7 +8,7 @@ from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.tile_functions import act, chain
-from tilewright.ops.tile_rows import Sums, grid, one_row, place, sharing, sum_launch
+from tilewright.ops.tile_rows import Sums, accuracy, grid, one_row, place, sharing, sum_launch
 
 
 @tile.kernel
@@ -30,7 +30,7 @@ def bias_block(t: Any, x: Any, bias: Any, y: Any, kind: str, by_column: bool) ->
     """y = act(x + bias)."""
     row, col = place(t, y.shape[1])
     g = t.load(x[row, col]).f32() + t.load(bias[col] if by_column else bias[row, col]).f32()
-    t.store(y[row, col], act(t, kind, g).to(y.dtype))
+    t.store(y[row, col], act(t, kind, g, accuracy(y)).to(y.dtype))
 
 
 @tile.kernel
@@ -58,7 +58,7 @@ def bias_rows(t: Any, dy: Any, x: Any, bias: Any, dx: Any, dbias: Any, kind: str
     sums = Sums(t, col.shape, {"bias": dbias})
     for row in sums.over(first, dy.shape[0], t.num_programs(0)):
         g = t.load(x[row, col]).f32() + t.load(bias[col] if by_column else bias[row, col]).f32()
-        d = chain(t, kind, t.load(dy[row, col]).f32(), g)
+        d = chain(t, kind, t.load(dy[row, col]).f32(), g, accuracy(dx, bias))
         if dx is not None:
             t.store(dx[row, col], d.to(dx.dtype))
         sums.add("bias", d)

@@ -95,6 +95,8 @@ static inline u32v mulhi(u32v a, u32v b) {
   else if constexpr (sizeof(a[0]) == 1) return __builtin_convertvector(m, i8v) ? a : b;
   else return m ? a : b; }"""),
     Record("lanes_below", "static inline i32v lanes_below(i64 n) { return LANES < (i32)n; }"),
+    Record("print_line", """extern "C" int printf(const char*, ...); extern "C" int fflush(void*);
+#define print_line(...) (printf(__VA_ARGS__), fflush(0))"""),
     Record("philox", PHILOX + """
 static inline u32v philox(i64v seed, i64v counter, i64v row, i64v word) {
   u32v c0 = __builtin_convertvector(counter, u32v), c1 = __builtin_convertvector(counter >> 32, u32v);

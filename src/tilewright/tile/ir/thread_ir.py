@@ -33,7 +33,8 @@ Operand = str | int | float | bool
 
 @dataclass(frozen=True)
 class Let:
-    """`name` is the result of an operation; `operands` is their type where it is not the result's."""
+    """`name` is the result of an operation; `operands` is their type where it is not the result's. A `mode` of "fast":
+    the target's own approximation of a function."""
 
     name: str
     type: Type
@@ -103,6 +104,20 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Print:
+    """A line for each lane of `value`, as printf writes `format` with `place` and then the value. `place[along]` counts
+    on from lane to lane; of a vector only the first `count` lanes are printed."""
+
+    format: str
+    type: Type
+    value: Operand
+    place: tuple[Operand, ...]
+    along: int = -1
+    count: Operand | None = None
+    line: Line | None = None
+
+
+@dataclass(frozen=True)
 class Barrier:
     """No thread of the scope ("warp" or "block": the instance's) goes on before all are here, and what they wrote is
     seen. `why` names the accesses that it parts."""
@@ -131,7 +146,7 @@ class If:
     body: list[Statement]
 
 
-Statement = Let | Declare | Assign | Load | Store | Barrier | For | If
+Statement = Let | Declare | Assign | Load | Store | Print | Barrier | For | If
 
 
 @dataclass(frozen=True)

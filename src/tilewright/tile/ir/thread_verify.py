@@ -14,6 +14,7 @@ from tilewright.tile.ir.thread_ir import (
     Let,
     Load,
     Operand,
+    Print,
     Statement,
     Store,
     Type,
@@ -106,6 +107,11 @@ class _Scope:
         elif isinstance(s, If):
             self.use(s.condition, None, None)
             self.inner(self.counters).block(s.body)
+        elif isinstance(s, Print):
+            self.use(s.value, s.type, s.line)
+            for operand in (*s.place, s.count):
+                if operand is not None:
+                    self.use(operand, None, s.line)
         elif isinstance(s, Barrier):
             if s.scope not in ("warp", "block"):
                 raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tilewright.tile.errors import TileError
 
@@ -114,6 +115,15 @@ class Layout:
             return tuple(flat(tuple(c[i] for i in order), extents) for c in coordinates)
 
         return Layout(moved(self.reg), moved(self.lane), moved(self.warp), axes)
+
+    def plot(self, path: str | Path = "", title: str = "") -> str:
+        """A picture of it as SVG text (see `plot.svg`), written to a file where a path is given."""
+        from tilewright.tile.layout.plot import svg  # it draws layouts, and knows this file
+
+        text = svg(self, title)
+        if path:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     # Questions ------------------------------------------------------------------------------------------------------
 

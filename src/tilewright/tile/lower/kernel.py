@@ -80,7 +80,7 @@ class Lowering(Reductions):
         type = Type(item.dtype)
         if item.op == "load":
             self.emit(item, place)
-        elif item.op == "store":
+        elif item.op in ("store", "print"):
             self.store(item, place)
         elif item.op == "var":
             name = self.results_by_key[("cell", item.id)] = self.fresh("cell")
@@ -155,7 +155,7 @@ class Lowering(Reductions):
 
     def item(self, item: Node, place: Place, register: Operand) -> None:
         """One effect, or one tile to keep, of a chunk."""
-        if item.op == "store":
+        if item.op in ("store", "print"):
             self.store(item, self.place_of(item, place))
         elif folds(item):
             if item in self.accumulators:

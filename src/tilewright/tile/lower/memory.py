@@ -9,8 +9,9 @@ from __future__ import annotations
 import math as integers
 from dataclasses import dataclass
 
+from tilewright.tile import numbers
 from tilewright.tile.dtypes import DType, boolean, int64
-from tilewright.tile.ir.thread_ir import Array, Load, Operand, Store, Type
+from tilewright.tile.ir.thread_ir import Array, Load, Operand, Print, Store, Type
 from tilewright.tile.ir.tile_ir import Node, Shape, static_size
 from tilewright.tile.lower.elementwise import Emitter, Place, Value
 from tilewright.tile.lower.phases import folds
@@ -275,7 +276,10 @@ class Memory(Emitter):
     # Writing --------------------------------------------------------------------------------------------------------
 
     def store(self, node: Node, place: Place) -> None:
-        """A store to a view, in the innermost block."""
+        """A store to a view, or to the screen, in the innermost block."""
+        if node.op == "print":
+            self._print(node, place)
+            return
         name = node.attrs["view"]
         view = self.program.views[name]
         value = self.emit(node.args[-1], place)
@@ -295,6 +299,16 @@ class Memory(Emitter):
         count, test = self._limits(type, stride, scattered, mask)
         operand = self.as_vector(value) if vector else value.operand
         self.put(inner, Store(memory, type, index, operand, stride, count, test, scattered, node.line))
+
+    def _print(self, node: Node, place: Place) -> None:
+        value, vector = self.emit(node.args[0], place), any(i.vector for i in place)
+        instance = [self.parameter(f"pid{axis}", "builtin", "pid", axis) for axis in range(3)]
+        lanes = self.lanes if vector else 1
+        made = Print(numbers.printed(node.attrs["text"], len(place), node.dtype), Type(node.dtype, lanes),
+                     self.as_vector(value) if vector else value.operand, (*instance, *(i.base for i in place)),
+                     next((3 + k for k, i in enumerate(place) if i.vector), -1), self.tail if lanes > 1 else None,
+                     node.line)  # fmt: skip
+        self.put(len(self.blocks) - 1, made)
 
     def keep(self, name: str, dtype: DType, shape: Shape, value: Value, place: Place) -> None:
         """Write a value to a scratch array."""

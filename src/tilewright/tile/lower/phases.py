@@ -16,7 +16,10 @@ from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, Shape
 
 CHEAP = 3
 """Recompute a tile that costs at most this many operations: a load, a widening and one more."""
-COSTS = {"exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "rint": 6, "div": 5, "floordiv": 20, "mod": 20}
+COSTS = {
+    "exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "reciprocal": 5, "sigmoid": 26, "rint": 6, "div": 5,
+    "floordiv": 20, "mod": 20,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -102,7 +105,7 @@ class Plan:
                     level = max(level, segment.levels[node] + folds(node))
                 elif node.op == "reshape":  # what is regrouped waits in scratch first
                     level = max(level, 1 + self._level_of(node.args[0], segment))
-            if item.op in ("load", "store", "get", "set"):
+            if item.op in ("load", "store", "get", "set", "print"):
                 for earlier in segment.items:
                     if earlier is item:
                         break
@@ -113,7 +116,7 @@ class Plan:
                 segment.scalars.setdefault(level, []).append(item)
             elif item.op == "reduce":
                 segment.phase(level, item.args[0].shape).items.append(item)
-            elif item.op in ("store", "set", "var"):
+            elif item.op in ("store", "set", "var", "print"):
                 segment.phase(level, item.shape).items.append(item)
 
     def _level_of(self, node: Node, segment: Segment) -> int:
@@ -123,7 +126,9 @@ class Plan:
     # Conflicts ------------------------------------------------------------------------------------------------------
 
     def conflict(self, a: Node, b: Node) -> bool:
-        """Whether two effects may touch the same memory and one writes."""
+        """Whether two effects may touch the same memory and one writes, or both print."""
+        if a.op == b.op == "print":
+            return True
         if {a.op, b.op} <= {"load", "store"}:
             return "store" in (a.op, b.op) and self.program.may_meet(a.attrs["view"], b.attrs["view"])
         kinds = {"get": "cell", "set": "cell", "var": "cell"}
@@ -135,7 +140,7 @@ class Plan:
         """Whether each element of one meets only the same element of the other, so that one loop may hold both."""
         if is_scalar(a.shape) and is_scalar(b.shape):
             return True
-        if a.shape != b.shape:
+        if a.shape != b.shape or a.op == "print":
             return False
         if a.op in ("get", "set", "var"):
             return True

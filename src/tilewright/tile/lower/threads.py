@@ -39,6 +39,12 @@ ROUNDS = 8
 """A loop of so many rounds is written out: the loads of all stand before the arithmetic that waits for them."""
 
 
+def dealt(schedule: Schedule) -> Layout:
+    """Which thread has which element of a row, in one period: a vector a thread."""
+    width = schedule.threads * schedule.vector
+    return blocked({"row": width}, schedule.vector, WARP, schedule.threads // WARP)
+
+
 class Elsewhere(Exception):
     """A tile that cannot wait in registers."""
 
@@ -56,7 +62,7 @@ class Threads(Lowering):
         self.schedule, self.shared = schedule, shared
         self.function.threads, self.function.instances = schedule.threads, schedule.instances
         self.width = schedule.threads * schedule.vector
-        self.layout = blocked({"x": self.width}, schedule.vector, WARP, schedule.threads // WARP)
+        self.layout = dealt(schedule)
         self.divisors: dict[str, int] = {}
         self.registers: dict[str, object] = {}
         self.left = schedule.registers

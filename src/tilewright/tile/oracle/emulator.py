@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ from tilewright.tile.ir.thread_ir import (
     Let,
     Load,
     Operand,
+    Print,
     Statement,
     Store,
 )
+from tilewright.tile.lower import math
 from tilewright.tile.oracle.memory import WARP, Clock, Memory, Places, poison, tensors
 
 
@@ -70,6 +73,7 @@ def _toward_zero(a: Array, b: Array) -> Array:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **numbers.BINARY,
+    **{kind: partial(function, numbers.NumpyBuilder()) for kind, function in math.FUNCTIONS.items()},  # fast is exact
     "copy": np.asarray,
     "neg": np.negative,
     "abs": np.abs,
@@ -164,6 +168,8 @@ class _Machine:
                     self.block(s.body, inside)
             elif isinstance(s, For):
                 self.loop(s, active)
+            elif isinstance(s, Print):
+                self.print(s, active)
             else:
                 self.barrier(s, active)
 
@@ -176,6 +182,15 @@ class _Machine:
             self.values[s.var] = at
             self.block(s.body, inside)
             at = np.where(hi - at > step, at + step, hi) if s.any_step else at + step
+
+    def print(self, s: Print, active: Array) -> None:
+        lanes, shape = np.arange(s.type.lanes), (len(active), s.type.lanes)
+        mask = active & (lanes < (s.type.lanes if s.count is None else self.value(s.count, int64)))
+        self.known(s.value, mask, "what is printed", s.line)
+        place = [self.value(p, int64) + (lanes if i == s.along else 0) for i, p in enumerate(s.place)]
+        given = [np.broadcast_to(v, shape)[mask].tolist() for v in (*place, self.value(s.value, s.type.dtype))]
+        for line in zip(*given, strict=True):
+            print(s.format % line)
 
     def barrier(self, s: Barrier, active: Array) -> None:
         together = active.reshape(1 if s.scope == "block" else -1, min(WARP, len(active)) if s.scope == "warp" else -1)

@@ -45,19 +45,19 @@ def sample(seed: int, size: int = 12) -> Sample:
     views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
     made = kernel(_body(random.Random(seed + 1), size), static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
     program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
-    numbers = np.random.default_rng(seed)
+    numbers, calm = np.random.default_rng(seed), chance.random() < 0.6  # one NaN in a row hides what a sum does
     arguments: dict[str, Any] = {
-        name: _array(numbers, dtype, (ROWS, width) if name != "counts" else (ROWS,), views[name].unit)
+        name: _array(numbers, dtype, (ROWS, width) if name != "counts" else (ROWS,), views[name].unit, calm)
         for name, dtype in types.items()
     }
     arguments |= {"a": float(np.float32(numbers.normal())), "k": int(numbers.integers(0, 5))}
     return Sample(program, arguments, (ROWS, 1, 1), ("y",), types)
 
 
-def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], unit: bool) -> Array:
-    """Values of every kind, in an array whose last axis may be strided."""
+def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], unit: bool, calm: bool) -> Array:
+    """Values of every kind, or finite ones, in an array whose last axis may be strided."""
     values = (numbers.normal(size=shape) * 10.0 ** numbers.integers(-2, 3, size=shape)).astype(np.float32)
-    special = numbers.random(shape)
+    special = numbers.random(shape) + calm
     if dtype.floating:
         for level, value in ((0.02, np.nan), (0.04, np.inf), (0.06, -np.inf), (0.1, 0.0), (0.12, 1e-40)):
             values = np.where((special < level) & (special > level - 0.02), np.float32(value), values)
@@ -90,6 +90,7 @@ class _Maker:
         self.col = t.arange(self.x.shape[1])
         self.at = (self.row, self.col)
         self.pool: list[Any] = [a, t.load(self.x[self.at])]
+        self.folds: list[Any] = []
 
     def run(self) -> None:
         t, chance = self.t, self.chance
@@ -102,6 +103,8 @@ class _Maker:
         t.store(self.y[self.at], self.narrow(self.pick(), self.y.dtype))
         if chance.random() < 0.5:
             t.store(self.z[self.at], self.pick() + 0.0, mask=self.pick() > 0.0)
+        for i, folded in enumerate(self.folds):  # few would come through to what is stored above
+            t.store(self.z[self.row, i], folded, mask=self.x.shape[1] > i)
 
     def pick(self) -> Any:
         return self.chance.choice(self.pool[-8:])
@@ -138,7 +141,8 @@ class _Maker:
         v = self.pick()
         combine = self.chance.choice(("sum", "max", "min", "prod"))
         if v.shape:
-            self.pool.append(self.t.reduce(v, combine))
+            self.folds.append(self.t.reduce(v, combine))
+            self.pool.append(self.folds[-1])
         if self.chance.random() < 0.2 and v.shape:
             self.pool.append(self.t.where(self.t.reduce(v > 0.5, self.chance.choice(("and", "or"))), v, 0.5))
 

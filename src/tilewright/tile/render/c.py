@@ -3,6 +3,7 @@ are called here, is the target's business; see `cpu`, `cuda`."""
 
 from __future__ import annotations
 
+import json
 import math
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
@@ -15,6 +16,7 @@ from tilewright.tile.ir.thread_ir import (
     Let,
     Load,
     Operand,
+    Print,
     Statement,
     Store,
     Type,
@@ -98,6 +100,8 @@ def expression(s: Let) -> str:
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
+    if s.mode == "fast":
+        return f"{s.op}_fast({args[0]})"
     if s.op == "cast":
         return _cast(s, source, args[0])
     if s.op == "bits":
@@ -206,6 +210,8 @@ def _statement(s: Statement, where: bool) -> list[str]:
         return [f"{place} = {operand(s.value, s.type)};"]
     if isinstance(s, If):
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
+    if isinstance(s, Print):
+        return [_print(s)]
     if isinstance(s, Barrier):
         return [f"{s.scope}_barrier();" + (f"  // {s.why}" if where and s.why else "")]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
@@ -262,6 +268,17 @@ def _store(s: Store) -> str:
     if s.stride != 1:
         return f"store_every({_place(s)}, {s.stride}, {value});"
     return f"store<{vector}{_aligned(s)}>({_place(s)}, {value});"
+
+
+def _print(s: Print) -> str:
+    value = operand(s.value, s.type) + ("[l]" if s.type.lanes > 1 else "")
+    real = s.type.dtype.floating
+    value = f"(double)({value} != {value} ? NOT_A_NUMBER : {value})" if real else f"(i64)({value})"  # some NaN are -nan
+    value = f"(i64)({value} != 0)" if s.type.dtype == boolean else value
+    place = [f"(i64){p}" + (" + l" if i == s.along and s.type.lanes > 1 else "") for i, p in enumerate(s.place)]
+    text = json.dumps(s.format + "\n")
+    line = f"print_line({text}, {', '.join([*place, value])});"
+    return f"for (int l = 0; l < {s.count or s.type.lanes}; l++) {line}" if s.type.lanes > 1 else line
 
 
 def _aligned(s: Load | Store) -> str:
