@@ -12,8 +12,6 @@ from math import gcd
 from tilewright.tile.ir.tile_ir import Dim, Most, Node, Program, static_size
 
 Bound = int | None
-WIDEST = 16
-"""Bytes of the widest access to ask for."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +78,6 @@ class Known:
         high = None if self.high is None or other.high is None else max(self.high, other.high)
         return Known(gcd(self.divisor, other.divisor), low, high)
 
-    def widen(self, other: Known) -> Known:
-        """A join that ends: a bound that moves is given up, so loops come to rest after two rounds."""
-        joined = self.join(other)
-        return Known(
-            joined.divisor,
-            self.low if joined.low == self.low else None,
-            self.high if joined.high == self.high else None,
-        )
-
     def least(self, other: Known) -> Known:
         """Of the smaller of two."""
         joined = self.join(other)
@@ -106,24 +95,6 @@ ANY = Known()
 
 def constant(value: int) -> Known:
     return Known(abs(value), value, value)
-
-
-def vector_elements(itemsize: int, pointer: int, offset: Known, run: int, bound: Known | None = None) -> int:
-    """How many neighbours one aligned access may move: a power of two, 1 at least.
-
-    Args:
-        pointer: what the address of the tensor is a multiple of, in bytes.
-        offset: of the first element, in elements.
-        run: neighbours that one thread has.
-        bound: where elements from some index on are masked off, that index: a mask must not split an access.
-    """
-    width = 1
-    while 2 * width * itemsize <= WIDEST and run % (2 * width) == 0:
-        aligned = pointer % (2 * width * itemsize) == 0 and offset.divisor % (2 * width) == 0
-        if not aligned or (bound is not None and bound.divisor % (2 * width)):
-            break
-        width *= 2
-    return width
 
 
 class Facts:
