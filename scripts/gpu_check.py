@@ -50,7 +50,7 @@ MAIN = ["rms_norm", "add_rms_norm", "layer_norm"]
 OTHERS = ["add_layer_norm", "l2_norm"]
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # What compiles fast and matters most comes first: a budget may end before the last.
-BACKENDS = ["triton", "cuda", "tilelang", "vendor", "inductor"]
+BACKENDS = ["triton", "cuda", "tile", "tilelang", "vendor", "inductor"]
 
 
 class Part:
@@ -175,7 +175,7 @@ def _conformance_apart(part: Part, options: argparse.Namespace, step: tuple[str,
 def benchmarks(part: Part, options: argparse.Namespace) -> bool:
     """Workloads, forward and backward, with peers. `bench.json` is what `tilewright bench --json` writes."""
     ops = [registry.op(name) for name in options.ops or MAIN + OTHERS]
-    work = [(op.name, shape, p) for op in ops for shape in options.shapes or _shapes(op) for p in PASSES]
+    work = [(op.name, shape, p) for op in ops for shape in options.shapes or _shapes(op) for p in options.passes]
     merged: dict[str, Any] = {}
     peers: dict[str, Any] = {**environment(), "results": [], "notes": part.notes}
     for op, shape, name in part.steps(work):
@@ -429,6 +429,7 @@ def main() -> int:
     parser.add_argument("--ops", type=_list, default=[], help="ops, by commas")
     parser.add_argument("--backends", type=_list, default=[], help="backends, by commas")
     parser.add_argument("--shapes", type=lambda t: [_shape(s) for s in _list(t)], default=[], help="8192x4096,10x1024")
+    parser.add_argument("--passes", type=_list, default=list(PASSES), help="forward, backward")
     parser.add_argument("--peers", type=_list, default=None, help="rivals, by commas; all by default, none for ''")
     parser.add_argument("--all-configs", action="store_true", help="every config, in conformance and bench")
     parser.add_argument("--record", action="store_true", help="keep the benchmarks' times for selection")

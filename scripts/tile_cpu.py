@@ -97,9 +97,7 @@ def quantize_whole_groups(t: Any, x: Any, q: Any, scale: Any) -> None:
 def elementwise(t: Any, x: Any, up: Any, y: Any, kind: str) -> None:
     at = t.program_id(0) * 4096 + t.arange(4096, limit=x.shape[0] - t.program_id(0) * 4096)
     g = t.load(x[at]).f32()
-    v = g * (
-        tile.sigmoid(t, g) if kind == "silu" else tile.sigmoid(t, 1.5957691216057308 * g * (1.0 + 0.044715 * g * g))
-    )
+    v = g * t.sigmoid(g if kind == "silu" else 1.5957691216057308 * g * (1.0 + 0.044715 * g * g))
     t.store(y[at], (v if up is None else v * t.load(up[at]).f32()).to(y.dtype))
 
 

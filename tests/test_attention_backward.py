@@ -182,6 +182,18 @@ def test_no_weight_is_above_1_whatever_lse_was_rounded_to(dtype: torch.dtype, de
     assert dq[0, [0, 1, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_weight_of_the_definition_is_above_1(dtype: torch.dtype, device: str) -> None:
+    """Where an ulp of a score is hundreds, exp of what its lse was rounded by is Inf, and in float64 too."""
+    q, k, v = (x.to(dtype) for x in made(1, 5, 1, heads=1, dtype=torch.float32))
+    inputs = upstream(q, k, v, {}, {}, torch.randn_like(q))
+    assert inputs["lse"] is not None
+    inputs["lse"] -= 1000.0
+    op = registry.op("attention_backward")
+    _, _, dv = op.reference(*(inputs[n] for n in op.tensors))
+    torch.testing.assert_close(dv, inputs["do"].sum(1, keepdim=True))  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 17), (17, 2), (16, 16)], ids=str)
 def test_small_calls_pass_with_large_scores(sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -276,6 +288,17 @@ def test_fp16_has_room_for_what_gradients_are_summed_from(name: str, device: str
         if n in judged:
             error = (found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
             assert error.max() < 4e-3, (n, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_unit_of_weights_is_not_rounded_away_by_large_scores(dtype: torch.dtype, device: str) -> None:
+    """All scores are 2^26, whose product with log2(e) is exact: the weight of the only key is 1."""
+    q, k, v = made(1, 5, 1, heads=1, width=16, dtype=dtype)
+    do = torch.randn_like(q)
+    q.fill_(2048.0), k.fill_(2048.0)
+    inputs = upstream(q, k, v, {}, {"scale": 1.0}, do)
+    _, _, dv = gradients(inputs, {"scale": 1.0}, device)
+    torch.testing.assert_close(dv.double(), do.double().sum(1, keepdim=True), rtol=1e-2, atol=1e-5)
 
 
 def _problems_of_falling_weights(device: str) -> list[str]:

@@ -180,23 +180,17 @@ def difficult(columns: int) -> Tensor:
     return rows
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("tail", "room"), [(1, 512), (1, 16), (0, 16)])
-@pytest.mark.parametrize("how", [
-    {"top_p": 0.9}, {"top_p": 1 - 2**-24}, {"row_p": (0.5, 1.0, 0.01, 2.0, -1.0)}, {"row_k": (1, 300, 17, 299, 150)},
-], ids=str)  # fmt: skip
-def test_bins_keep_what_the_definition_keeps(how: dict[str, Any], room: int, tail: int) -> None:
-    """Room of 16 is too little where many are alike: then the row itself is searched."""
-    probs = difficult(300)
+def judge(label: str, config: Config, probs: Tensor, how: dict[str, Any]) -> None:
+    """Both ops by one kernel against their definitions: what is kept, and what is drawn of it, exactly."""
     inputs: dict[str, Any] = {"probs": probs, "row_k": None, "row_p": None}
     for name, dtype in (("row_k", torch.int32), ("row_p", torch.float32)):
         if name in how:
             inputs[name] = torch.tensor(how[name], dtype=dtype).repeat(2)
-    options = {"top_k": how.get("top_k"), "top_p": how.get("top_p"), "order": "top_k_first", "few": False}
-    config = Config(block=128, num_warps=1, tail=tail, pdl=0, width=7, room=room)
+    options = {"top_k": None, "top_p": None, "order": "top_k_first", "few": False}
+    options |= {name: value for name, value in how.items() if name in options}
     seeded = {"probs": probs, "seed": torch.tensor([5]), "offset": None, **inputs}
     for op, given in ((tw.top_k_top_p_renorm.op, inputs), (tw.top_k_top_p_sample.op, seeded)):
-        (kernel,) = [k for k in registry.kernels_of(op.name) if k.label == "bins"]
+        (kernel,) = [k for k in registry.kernels_of(op.name) if (k.backend, k.label) == ("triton", label)]
         call = call_of(op, given, options, False)
         assert not kernel.capability.reasons(call, emulated=True)
         found = bind(kernel, config, call, poison=True)(*given.values())
@@ -208,9 +202,72 @@ def test_bins_keep_what_the_definition_keeps(how: dict[str, Any], room: int, tai
             torch.testing.assert_close(found[0], wanted, rtol=1e-6, atol=1e-44, equal_nan=True)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("tail", "room"), [(1, 512), (1, 16), (0, 16)])
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"top_p": 1 - 2**-24}, {"row_p": (0.5, 1.0, 0.01, 2.0, -1.0)}, {"row_k": (1, 300, 17, 299, 150)},
+], ids=str)  # fmt: skip
+def test_bins_keep_what_the_definition_keeps(how: dict[str, Any], room: int, tail: int) -> None:
+    """Room of 16 is too little where many are alike: then the row itself is searched."""
+    judge("bins", Config(block=128, num_warps=1, tail=tail, pdl=0, width=7, room=room), difficult(300), how)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("how", [
+    {"top_k": 1}, {"top_k": 40}, {"top_k": 1000}, {"top_k": 12, "top_p": 0.9}, {"top_k": 40, "top_p": 1 - 2**-24},
+    {"top_k": 300, "top_p": 0.5, "order": "joint"}, {"top_k": 5, "top_p": 0.6, "order": "joint"},
+    {"top_k": 40, "row_k": (1, 300, 17, 0, 39), "row_p": (0.5, 1.0, 0.01, 2.0, math.nan)},
+    {"top_k": 25, "row_p": (0.9, 0.0, 1.0, -1.0, 0.3), "order": "joint"},
+], ids=str)  # fmt: skip
+def test_groups_keep_what_the_definition_keeps(how: dict[str, Any]) -> None:
+    judge("groups", Config(block=128, num_warps=1, group=8, choosing=1, pdl=0), difficult(300), how)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+def test_groups_whose_likely_tokens_meet(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All likely tokens lie in few groups, 16 apart, or side by side, or are all that is not 0: more of them reach the
+    bound than there is room for, which is then raised."""
+    probs = language(7, 300) * 1e-3
+    probs[1, ::16] += 0.01
+    probs[2, ::16] = 0.25  # alike
+    probs[3, :50] += 0.5
+    probs[4], probs[4, ::16] = 0.0, 0.5
+    probs[5] = torch.arange(300.0)
+    probs[6] = 1.0
+    monkeypatch.setattr("tilewright.ops.sampling.triton_groups.room_of", lambda call: 16)
+    for how in ({"top_k": 12, "top_p": 0.9}, {"top_k": 7}):
+        judge("groups", Config(block=128, num_warps=1, group=8, choosing=1, pdl=0), probs, {**how, "order": order})
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("how", [
+    {"top_k": 40, "row_k": (1, 300, 17, 0, 39), "row_p": (0.5, 1.0, 0.01, 2.0, math.nan)},
+    {"row_k": (1, 300, 17, 299, 150), "top_p": 0.9, "order": "joint"},
+], ids=str)  # fmt: skip
+def test_digits_keep_what_the_definition_keeps(how: dict[str, Any]) -> None:
+    judge("", Config(block=128, num_warps=1, choosing=1, digit=10), difficult(100), how)
+
+
+def test_groups_refuse_a_k_that_no_number_bounds() -> None:
+    op, probs = tw.top_k_top_p_renorm.op, language(2, 3000)
+    rows = {"row_k": torch.ones(2, dtype=torch.int32), "row_p": None}
+    (kernel,) = [k for k in registry.kernels_of(op.name) if k.label == "groups"]
+    for how, given, words in (
+        ({}, rows, "row_k: on the device alone, where nobody knows how large it is; takes a number up to 1024"),
+        ({"top_k": 1025}, rows, "top_k: 1025; takes up to 1024"),
+        ({"top_p": 0.5}, {"row_k": None, "row_p": None}, "top_k: None; takes a number up to 1024"),
+    ):
+        call = call_of(op, {"probs": probs, **given}, {**op.usual, "top_k": None, "few": False, **how}, False)
+        assert [str(reason) for reason in kernel.capability.reasons(call, emulated=True)] == [words]
+
+
 @pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 1000, "top_p": 0.8, "order": "joint"}], ids=str)
+@pytest.mark.parametrize("how", [
+    {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 1000, "top_p": 0.8, "order": "joint"},
+    {"top_k": 2000, "top_p": 0.8, "order": "joint"},
+], ids=str)  # fmt: skip
 def test_a_whole_vocabulary(how: dict[str, Any]) -> None:
     """151936 tokens, of rows that lie apart; ties at the threshold, and the likeliest last."""
     probs = torch.full((2, 152000), math.nan)[:, :151936]

@@ -436,7 +436,7 @@ def test_times_that_nothing_can_use_any_more_go_when_new_ones_are_kept(make: Mak
     x = torch.randn(3, 64)
     quick, gone = make("quick"), make("slow")
     cls = call_class(facts(x), dict(OP.options))
-    pair, stranger = times._pair(quick, Config()), times._pair(gone, Config())
+    pair, stranger = (times._pair(kernel, Config(), "cpu") for kernel in (quick, gone))
     registry.remove_kernel(gone)
     older = pair.replace(quick.digest, "0123456789abcdef")
     compiler = f"{quick.name} {quick.digest} 0.0.1|"

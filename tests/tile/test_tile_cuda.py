@@ -38,7 +38,7 @@ def _softmax(t: Any, x: Any, y: Any) -> None:
 def _swiglu(t: Any, x: Any, up: Any, y: Any) -> None:
     at = t.program_id(0), t.arange(x.shape[1])
     g = t.load(x[at]).f32()
-    t.store(y[at], (g * tile.sigmoid(t, g) * t.load(up[at]).f32()).to(y.dtype))
+    t.store(y[at], (g * t.sigmoid(g) * t.load(up[at]).f32()).to(y.dtype))
 
 
 PROGRAMS = {
@@ -51,6 +51,10 @@ PROGRAMS = {
 }
 
 
+SPILLS = {"norm of a long row": 8}
+"""Bytes: for them ptxas stays within 32 registers, so that two blocks of 1024 threads fit a multiprocessor."""
+
+
 @needs_compiler
 @pytest.mark.parametrize("arch", ["sm_90", *LATER])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -58,7 +62,7 @@ def test_kernels_compile_without_spills(name: str, arch: str) -> None:
     program, schedule = PROGRAMS[name]()
     made = cuda.compile(program, schedule, arch)
     assert made.cubin.image.startswith(b"\x7fELF") and made.source.symbol.encode() in made.cubin.image
-    assert made.cubin.spills == made.cubin.stack == 0, made.cubin.log
+    assert max(made.cubin.spills, made.cubin.stack) <= SPILLS.get(name, 0), made.cubin.log
     assert 0 < made.cubin.registers <= 65536 // schedule.threads // schedule.instances
 
 

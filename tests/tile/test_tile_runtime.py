@@ -17,7 +17,7 @@ import pytest
 from tilewright import tile
 from tilewright.tile import CompilerError, TileError, ViewType
 from tilewright.tile.ir.tile_ir import Most
-from tilewright.tile.runtime import cpu, store, target
+from tilewright.tile.runtime import cpu, nvrtc, store, target
 from tilewright.tile.runtime.arguments import memory_of, type_of
 
 needs_compiler = pytest.mark.skipif(bool(target.missing()), reason=target.missing() or "a C++ compiler is here")
@@ -66,13 +66,32 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewright.backends.tile import TileBackend
 
     monkeypatch.setattr(target, "compiler", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: "nvrtc 1.2")
+    monkeypatch.setattr(nvrtc, "missing", lambda: "")
     backend = TileBackend()
-    reason = backend.missing()
+    reason = backend.missing("cpu")
     assert reason is not None and "no C++ compiler" in str(reason)
-    assert backend.version() == "" and backend.targets() == []
+    assert backend.version("cpu") == "" and backend.version("cuda").startswith("nvrtc 1.2, ")
+    assert backend.missing("cuda") is None and backend.missing() is None and backend.targets()[0] == "sm_80"
     view = ViewType(tile.float32, (None, Most(64)))
     with pytest.raises(CompilerError, match=r"install g\+\+"):
         cpu.compile(double.trace({"x": view, "y": view}))
+
+
+@needs_compiler
+def test_no_compiler_for_gpus_is_a_reason_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither device's evidence is keyed by the other's compiler."""
+    from tilewright.backends.tile import TileBackend
+
+    backend = TileBackend()
+    before = backend.version("cpu")
+    monkeypatch.setattr(nvrtc, "version", lambda: "")
+    monkeypatch.setattr(nvrtc, "missing", lambda: "neither NVRTC nor nvcc is here")
+    assert "neither NVRTC nor nvcc" in str(backend.missing("cuda")) and backend.version("cuda") == ""
+    assert backend.missing("cpu") is None and backend.missing() is None
+    assert backend.version("cpu") == backend.version() == before and len(backend.targets()) == 1
+    monkeypatch.setattr(target, "compiler", lambda: None)
+    assert "no C++ compiler" in str(backend.missing()) and backend.targets() == []
 
 
 def test_clang_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

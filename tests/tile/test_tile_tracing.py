@@ -301,6 +301,7 @@ def _break(program: Any, op: str, change: Callable[[Node], None]) -> None:
         ("set", lambda n: setattr(n, "attrs", {"var": 0})),
         ("loop", lambda n: setattr(n, "args", (n.args[0],) * 2 + (n.attrs["index"],))),
         ("const", lambda n: setattr(n, "op", "constant")),
+        ("binary", lambda n: setattr(n, "attrs", {**n.attrs, "accuracy": "fast"})),
     ],
 )
 def test_the_verifier_sees_each_broken_rule(op: str, change: Callable[[Node], None]) -> None:

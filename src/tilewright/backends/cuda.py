@@ -84,7 +84,7 @@ class Prebuilt:
 class CudaBackend(Backend):
     name = "cuda"
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         if not nvrtc.missing():
             return None
         return Reason(
@@ -93,7 +93,7 @@ class CudaBackend(Backend):
             "pip install 'tilewright[cuda]' (nvidia-cuda-nvrtc), or put the CUDA toolkit's nvcc on PATH",
         )
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return compiler()
 
     def targets(self) -> list[str]:

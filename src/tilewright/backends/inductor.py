@@ -28,7 +28,7 @@ class InductorBackend(Backend):
     name = "inductor"
     launches = False
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         if torch.cuda.is_available():
             if importlib.util.find_spec("triton") is None:
                 return Reason("package", "triton is not installed", "pip install 'tilewright[triton]'")
@@ -36,7 +36,7 @@ class InductorBackend(Backend):
             return Reason("package", "no C++ compiler is on the PATH", "install g++")
         return None
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return torch.__version__
 
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:

@@ -14,10 +14,10 @@ class ReferenceBackend(Backend):
     name = "reference"
     launches = False
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         return None
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return torch.__version__
 
     def serial(self) -> bool:

@@ -2,40 +2,52 @@
 
 A kernel function returns launches whose `function` is a `tile.Kernel`. `args` are its arguments by name; a tensor is a
 view of its rows, [rows, columns], unless `options["flat"]` names it: then it is one axis of all its elements. What an
-option or an absent tensor leaves out of the kernel is a constant of its trace. On a GPU `options["schedule"]` says how
-an instance is spread over threads, and sizes that the kernel asks for are constants. How tiles are compiled is in
-`tile/`; what is compiled for a GPU goes through the house's one launcher.
+option or an absent tensor leaves out of the kernel is a constant of its trace. On a GPU `options["config"]` says how
+an instance is spread over threads (the fields of a `Schedule`; none: as usual), and sizes that the kernel asks for are
+constants. How tiles are compiled is in `tile/`; what is compiled for a GPU is kept and launched as every backend's is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tilewright.backends import cuda
 from tilewright.backends.cubin import CubinRunner
+from tilewright.core import artifacts
 from tilewright.core.backend import Artifact, Backend, Buffers, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
 from tilewright.core.launch import Launch, Scratch, scratches
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
+from tilewright.tile.errors import LowerError
 from tilewright.tile.explain import explained
+from tilewright.tile.ir.text import program_text
 from tilewright.tile.ir.tile_ir import Program, ViewType
 from tilewright.tile.lang.kernel import Argument
-from tilewright.tile.render.cuda import GRID
-from tilewright.tile.runtime import cpu, cuda, target
-from tilewright.tile.runtime.arguments import Memory, alignment, is_real, pack, type_of, value_of
+from tilewright.tile.render.cuda import GRID, arguments
+from tilewright.tile.runtime import cpu, nvrtc, target
+from tilewright.tile.runtime.arguments import Memory, alignment, all_values, is_real, pack, type_of
+from tilewright.tile.runtime.cuda import check, text_of
 from tilewright.tile.runtime.store import compiler_digest
+from tilewright.tile.schedule import Schedule, default, worth_timing
 
 WIDEST = 131072
 """The most columns of a view whose kernel asks for them: what scratch is made for."""
 SERIAL_BYTES = 1 << 16
 """Calls that move less run on one thread: entering a parallel region costs more than they do."""
+MOST_INSTANCES = 2**31 - 1
+MOST_ANSWERS = 1024
+_answers: dict[Any, str] = {}
+_asking = threading.Lock()
 DTYPES = {
     torch.float32: dtypes.float32,
     torch.float16: dtypes.float16,
@@ -52,24 +64,34 @@ DTYPES = {
 class TileBackend(Backend):
     name = "tile"
 
-    def missing(self) -> Reason | None:
-        why = target.missing()
-        return Reason("compiler", why, "install g++") if why else None
+    def missing(self, kind: str = "") -> Reason | None:
+        if kind == "cpu":
+            why = target.missing()
+            return Reason("compiler", why, "install g++") if why else None
+        if kind == "cuda":
+            return cuda.CudaBackend().missing()
+        lacking = [self.missing(one) for one in ("cpu", "cuda")]
+        return None if None in lacking else lacking[0]
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
+        if not kind:
+            return "; ".join(filter(None, map(self.version, ("cpu", "cuda"))))
         tool = target.compiler()
-        return f"{tool.version}, {target.this_cpu()}, {compiler_digest()[:16]}" if tool else ""
+        if kind == "cpu" and tool:
+            return f"{tool.version}, {target.this_cpu()}, {compiler_digest()[:16]}"
+        return f"{nvrtc.version()}, {compiler_digest()[:16]}" if kind == "cuda" and nvrtc.version() else ""
 
     def targets(self) -> list[str]:
-        return [str(target.this_cpu())] if target.compiler() else []
+        return [str(target.this_cpu())] * (target.compiler() is not None) + cuda.CudaBackend().targets()
 
     def compile(self, launch: Launch, device: Device) -> Artifact:
         return for_gpu(launch, device, {})[0]
 
     def explain(self, launches: Sequence[Launch], call: Call) -> str:
-        gpu = f"sm_{call.device.sm}" if call.device.sm else ""
-        made = ((_traced(launch, call.aliased, exact=bool(gpu))[0], launch) for launch in launches)
-        return "\n\n".join(explained(p, gpu=gpu, schedule=launch.options.get("schedule")) for p, launch in made)
+        if not call.device.sm:
+            return "\n\n".join(explained(_traced(launch, call.aliased, exact=False)[0]) for launch in launches)
+        made = [_planned(launch, call.device, call.aliased) for launch in launches]
+        return "\n\n".join(explained(program, gpu=arch, schedule=schedule) for program, schedule, arch in made)
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         if call.device.sm:
@@ -142,24 +164,72 @@ def _traced(launch: Launch, aliased: Mapping[str, str], exact: bool) -> tuple[Pr
     return kernel.trace({**arguments, **launch.constants}), facts
 
 
+def _planned(launch: Launch, device: Device, aliased: Mapping[str, str]) -> tuple[Program, Schedule, str]:
+    """The program of a launch on a GPU, how it is spread over threads, and for which architecture."""
+    if not device.sm:
+        raise ValueError(f"tiles are compiled for NVIDIA GPUs ahead of a call, not for {device}")
+    program, _ = _traced(launch, aliased, exact=True)
+    config = launch.options.get("config")
+    return program, Schedule(**config) if config else default(program), f"sm_{device.sm}"
+
+
 def for_gpu(launch: Launch, device: Device, aliased: Mapping[str, str]) -> tuple[Artifact, Launch]:
-    """The launch compiled, and as the launcher takes it: with strides and sizes among its arguments, in blocks."""
-    program, facts = _traced(launch, aliased, exact=True)
-    schedule = launch.options.get("schedule")
-    made = cuda.compile(program, schedule, f"sm_{device.sm}")
-    memories = {n: memory(f, n in launch.options.get("flat", ())) for n, f in facts.items()}
-    scalars: dict[str, Any] = {n: v for n, v in launch.args.items() if n not in facts}
-    args: dict[str, Any] = {}
-    kinds = []
-    for p in made.parameters:
-        kinds.append(Parameter("pointer" if p.kind == "pointer" else "f32" if is_real(p) else "i64", p.name))
-        args[p.name] = launch.args[p.of] if p.kind == "pointer" else value_of(p, memories, scalars)
-    for name, count in zip(GRID, launch.grid, strict=True):
-        kinds.append(Parameter("i64", name))
-        args[name] = count
-    artifact = Artifact(made.cubin.image, made.source.symbol, tuple(kinds), made.block, made.source.shared,
-                        registers=made.cubin.registers, spills=made.cubin.spills)  # fmt: skip
-    return artifact, replace(launch, grid=(made.blocks(launch.grid), 1, 1), args=args, constants={}, options={})
+    """The launch compiled, and as the launcher takes it: with all that may be among its arguments, in blocks."""
+    program, schedule, arch = _planned(launch, device, aliased)
+    told = (program.name, program_text(program), repr(schedule), arch, nvrtc.version(), compiler_digest())
+    key = hashlib.sha256("\0".join(told).encode()).hexdigest()
+    artifact = artifacts.cached(f"tile {key}", lambda: _build(program, schedule, arch))
+    tensors = {n: v for n, v in launch.args.items() if isinstance(v, (TensorFacts, Scratch))}
+    flat = launch.options.get("flat", ())
+    memories = {n: memory(v.facts if isinstance(v, Scratch) else v, n in flat) for n, v in tensors.items()}
+    args: dict[str, Any] = {f"p_{n}": v for n, v in tensors.items()}
+    args |= all_values(memories, {n: v for n, v in launch.args.items() if isinstance(v, (int, float))})
+    args |= zip(GRID, launch.grid, strict=True)
+    blocks = -(-math.prod(launch.grid) // artifact.block[1])
+    return artifact, replace(launch, grid=(blocks, 1, 1), args=args, constants={}, options={})
+
+
+def _build(program: Program, schedule: Schedule, arch: str) -> Artifact:
+    function, source = text_of(program, schedule, arch)
+    made = nvrtc.compile(source.text, source.symbol, arch)
+    kinds = {p.name: "pointer" if p.kind == "pointer" else "f32" if is_real(p) else "i64" for p in arguments(function)}
+    parameters = tuple(Parameter(kind, name) for name, kind in {**kinds, **dict.fromkeys(GRID, "i64")}.items())
+    block = (function.threads, function.instances, 1)
+    return Artifact(made.image, source.symbol, parameters, block, source.shared,
+                    registers=made.registers, spills=made.spills)  # fmt: skip
+
+
+def fitting(launches: Sequence[Launch], call: Call) -> tuple[tuple[Schedule, ...], str]:
+    """The schedules of those launches that follow the config with which all can be compiled for the call's GPU, best
+    guess first; and where there is none, why. It is the lowering that is asked."""
+    traced = [_traced(launch, call.aliased, exact=True) for launch in launches]
+    over = [n for n in (math.prod(launch.grid) for launch in launches) if n > MOST_INSTANCES]
+    if over:
+        return (), f"a grid of {over[0]} instances; a GPU takes {MOST_INSTANCES}"
+    found, why = [], ""
+    for schedule in worth_timing(traced[0][0], max(f.columns for _, facts in traced for f in facts.values())):
+        spread = [(p, schedule if "config" in launch.options else default(p))
+                  for (p, _), launch in zip(traced, launches, strict=True)]  # fmt: skip
+        said = next(filter(None, (_refused(*one, f"sm_{call.device.sm}") for one in spread)), "")
+        found += [schedule] * (not said)
+        why = why or said
+    return tuple(found), "" if found else why
+
+
+def _refused(program: Program, schedule: Schedule, arch: str) -> str:
+    """What the lowering says against it; it takes milliseconds, and selection asks often."""
+    key = (program.name, program_text(program), schedule, arch)
+    if key not in _answers:
+        try:
+            check(program, schedule, arch)
+            answer = ""
+        except LowerError as error:
+            answer = str(error)
+        with _asking:
+            if len(_answers) >= MOST_ANSWERS:
+                _answers.clear()
+            _answers[key] = answer
+    return _answers[key]
 
 
 def _bound(launch: Launch, call: Call, places: dict[str, int]) -> Callable[[Buffers], None]:

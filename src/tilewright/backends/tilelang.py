@@ -67,7 +67,7 @@ class Program:
 class TileLangBackend(Backend):
     name = "tilelang"
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         found = installed()
         if not found:
             return Reason("package", "tilelang is not installed", "pip install 'tilewright[tilelang]'")
@@ -87,7 +87,7 @@ class TileLangBackend(Backend):
             )
         return None
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return f"tilelang {found} {cuda.compiler()}" if (found := installed()) else ""
 
     def targets(self) -> list[str]:

@@ -87,12 +87,12 @@ def _known_abi(version: str) -> bool:
 class TritonBackend(Backend):
     name = "triton"
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         if installed():
             return None
         return Reason("package", "triton is not installed", "pip install 'tilewright[triton]'")
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return installed()
 
     def targets(self) -> list[str]:

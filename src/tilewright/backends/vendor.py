@@ -19,10 +19,10 @@ class VendorBackend(Backend):
     name = "vendor"
     launches = False
 
-    def missing(self) -> Reason | None:
+    def missing(self, kind: str = "") -> Reason | None:
         return None
 
-    def version(self) -> str:
+    def version(self, kind: str = "") -> str:
         return torch.__version__
 
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:

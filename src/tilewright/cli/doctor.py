@@ -66,12 +66,14 @@ def _backend(name: str) -> dict[str, Any]:
 
     backend = registry.backend(name)
     missing = backend.missing()
+    lacking = {kind: reason for kind in ("cpu", "cuda") if (reason := backend.missing(kind)) is not None}
     return {
         "name": name,
         "version": backend.version(),
         "available": missing is None,
         "problem": "" if missing is None else missing.problem,
         "remedy": "" if missing is None else missing.remedy,
+        "lacking": {} if missing else {kind: str(reason) for kind, reason in lacking.items()},
         "targets": backend.targets(),
     }
 
@@ -141,6 +143,8 @@ def _print(found: dict[str, Any]) -> None:
     for b in found["backends"]:
         remedy = f"; {b['remedy']}".replace("[", r"\[") if b["remedy"] else ""
         here = "[green]yes[/green]" if b["available"] else f"[yellow]{b['problem']}[/yellow]{remedy}"
+        for kind, reason in b["lacking"].items():
+            here += f"; [yellow]not for {kind}: {reason.replace('[', chr(92) + '[')}[/yellow]"
         table.add_row(b["name"], b["version"], here, " ".join(b["targets"]))
     console.print(table)
     console.print(f"triton launches by: {found['triton_launch']}", highlight=False)

@@ -71,7 +71,7 @@ def _reasons(kernel: Any, device: Any) -> list[str]:
     from tilewright.core import registry
 
     backend = registry.backend(kernel.backend)
-    missing = backend.missing()
+    missing = backend.missing(device.kind)
     if missing is not None:
         return [str(missing)]
     targets = kernel.capability.devices

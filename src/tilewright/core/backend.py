@@ -65,12 +65,14 @@ class Backend(ABC):
     """Whether its kernels return `Launch`es (outputs are allocated here) or are functions of tensors."""
 
     @abstractmethod
-    def missing(self) -> Reason | None:
-        """Why the backend cannot run here, with what would help; None when it can. Must be cheap and import nothing."""
+    def missing(self, kind: str = "") -> Reason | None:
+        """Why the backend cannot serve devices of a kind ("cpu", "cuda", "hip"; "": any at all) here, with what would
+        help; None when it can. Must be cheap and import nothing."""
 
     @abstractmethod
-    def version(self) -> str:
-        """The compiler's version as it enters evidence and cache keys; "" when absent."""
+    def version(self, kind: str = "") -> str:
+        """The version of what compiles for devices of a kind, as it enters evidence and cache keys; "" when absent.
+        Without a kind of all of it, for people."""
 
     def targets(self) -> list[str]:
         """Architectures it can compile for on this machine, GPU or not."""

@@ -10,6 +10,8 @@ import torch
 
 from tilewright.core.errors import UnknownName
 
+KINDS = ("cpu", "cuda", "hip")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -34,6 +36,11 @@ class Device:
 
     def __str__(self) -> str:
         return self.name if self.name == self.arch else f"{self.name} ({self.arch})"
+
+
+def kind_of(arch: str) -> str:
+    """The kind of device that an architecture is of: "cuda" for sm_90, "hip" for gfx942, else "cpu"."""
+    return "cuda" if arch.startswith("sm_") else "hip" if arch.startswith("gfx") else "cpu"
 
 
 @lru_cache(maxsize=64)
@@ -61,8 +68,7 @@ def device_of(kind: str, index: int | None = None) -> Device:
 def target_device(arch: str) -> Device:
     """A device that nobody here owns, to compile for: `sm_90`, `gfx942`. Sizes are those of the usual part."""
     sizes = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
-    kind = "hip" if arch.startswith("gfx") else "cuda"
-    return Device(kind, arch, arch, 0, sizes.get(arch, 100), 50 << 20)
+    return Device(kind_of(arch), arch, arch, 0, sizes.get(arch, 100), 50 << 20)
 
 
 def torch_device(name: str) -> torch.device:

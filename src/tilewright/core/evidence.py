@@ -20,6 +20,7 @@ from typing import Any
 from tilewright.core import registry
 from tilewright.core.cache import disk
 from tilewright.core.call import Call
+from tilewright.core.device import kind_of
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 
@@ -72,12 +73,13 @@ def today() -> str:
 
 
 def _group(kernel: Kernel, arch: str) -> str:
-    return f"{_version_of(kernel)}{arch}"
+    """This very source under the compiler that is here for such devices."""
+    version = registry.backend(kernel.backend).version(kind_of(arch))
+    return f"{kernel.name} {kernel.digest} {kernel.backend} {version} {arch}"
 
 
-def _version_of(kernel: Kernel) -> str:
-    """How the groups of this very source and compiler begin."""
-    return f"{kernel.name} {kernel.digest} {kernel.backend} {registry.backend(kernel.backend).version()} "
+def _arch_of(group: str) -> str:
+    return group.rpartition(" ")[2]
 
 
 def _entry(config: Config, layout: str) -> str:
@@ -121,10 +123,10 @@ def record_many(kernel: Kernel, arch: str, verdicts: Mapping[tuple[Config, str],
 
 def _trim(kernel: Kernel) -> None:
     """Once a process: evidence on disk of other sources of this kernel, or under another compiler, goes."""
-    own = _version_of(kernel)
+    own = f"{kernel.name} {kernel.digest}"
     if own not in _trimmed:
         _trimmed.add(own)
-        disk().drop("evidence", lambda group: speaks_of(kernel, group) and not group.startswith(own))
+        disk().drop("evidence", lambda group: speaks_of(kernel, group) and group != _group(kernel, _arch_of(group)))
 
 
 def speaks_of(kernel: Kernel, key: str) -> bool:
@@ -147,12 +149,15 @@ def prove(kernel: Kernel, config: Config, call: Call) -> Verdict:
 
 
 def proven_anywhere(kernel: Kernel, here: str) -> bool:
-    """Whether this very source has passed on some architecture, or for another class `here` on this machine: then it
-    may be probed in process."""
-    mark = f"{kernel.name} {kernel.digest} "
-    if any(group.startswith(mark) for group in _shipped()):
+    """Whether this very source has passed on some architecture of the kind of `here`, or for another class `here` on
+    this machine: then it may be probed in process."""
+
+    def alike(group: str) -> bool:
+        return group.startswith(f"{kernel.name} {kernel.digest} ") and kind_of(_arch_of(group)) == kind_of(here)
+
+    if any(map(alike, _shipped())):
         return True
-    if any(group.startswith(mark) and verdict.passed for (group, _), verdict in list(_memory.items())):
+    if any(alike(group) and verdict.passed for (group, _), verdict in list(_memory.items())):
         return True
     return any(facts.get("passed") for facts in disk().load_json("evidence", _group(kernel, here)).values())
 

@@ -118,7 +118,7 @@ def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) ->
     if kernel.backend == "reference":
         return []
     backend = registry.backend(kernel.backend)
-    missing = backend.missing()
+    missing = backend.missing(call.device.kind)
     if missing is not None:
         return [missing]
     emulated = backend.emulates(call.device)

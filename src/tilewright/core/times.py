@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tilewright.core import evidence, registry
 from tilewright.core.cache import disk
-from tilewright.core.device import Device
+from tilewright.core.device import KINDS, Device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 
@@ -52,12 +52,12 @@ def tied(us: float, error: float, best_us: float, band: float = TIE_BAND) -> boo
     return us * (1 - min(2 * error, ALLOWANCE)) <= best_us * (1 + band)
 
 
-def _pair(kernel: Kernel, config: Config) -> str:
-    return f"{_version_of(kernel)}|{config}"
+def _pair(kernel: Kernel, config: Config, kind: str) -> str:
+    return f"{_version_of(kernel, kind)}|{config}"
 
 
-def _version_of(kernel: Kernel) -> str:
-    return f"{kernel.name} {kernel.digest} {registry.backend(kernel.backend).version()}"
+def _version_of(kernel: Kernel, kind: str) -> str:
+    return f"{kernel.name} {kernel.digest} {registry.backend(kernel.backend).version(kind)}"
 
 
 def _place(device: Device) -> str:
@@ -77,11 +77,12 @@ def _tuned(op: str, call_class: str) -> dict[str, Any]:
 
 def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Device) -> Time | None:
     """The time measured on this machine, else the shipped one for this architecture and class."""
-    here = _tuned(op, call_class).get(_place(device), {}).get(_pair(kernel, config))
+    pair = _pair(kernel, config, device.kind)
+    here = _tuned(op, call_class).get(_place(device), {}).get(pair)
     if here is not None:
         errors = here.get("call_error", 0.0), here.get("kernel_error", 0.0)
         return Time(here["call_us"], here["kernel_us"], *errors, here.get("date", ""))
-    there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(_pair(kernel, config))
+    there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(pair)
     return None if there is None else Time(there[0], there[1], shipped=True)
 
 
@@ -95,7 +96,7 @@ def record(
 def record_many(measured: Mapping[tuple[Kernel, Config], Time], op: str, call_class: str, device: Device) -> None:
     """Keep the times of several pairs of one class in one write: all or none are seen."""
     facts = {
-        _pair(*pair): {
+        _pair(*pair, device.kind): {
             "call_us": time.call_us,
             "kernel_us": time.kernel_us,
             "call_error": round(time.call_error, 5),
@@ -118,7 +119,7 @@ def record_many(measured: Mapping[tuple[Kernel, Config], Time], op: str, call_cl
 def _trim(known: dict[str, Any], op: str, device: Device) -> None:
     """Drop what nothing here can use any more: this GPU's times under other drivers, and everywhere those of other
     sources of a kernel or of other compilers. Kernels that are not here now (of plug-ins) keep theirs."""
-    here = [(kernel, f"{_version_of(kernel)}|") for kernel in registry.kernels_of(op)]
+    here = [(kernel, tuple(f"{_version_of(kernel, kind)}|" for kind in KINDS)) for kernel in registry.kernels_of(op)]
     for place in list(known):
         if place.startswith(f"{device.name}|") and place != _place(device):
             del known[place]

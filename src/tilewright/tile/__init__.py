@@ -25,7 +25,7 @@ from tilewright.tile.errors import CompilerError, LowerError, RaceError, RunErro
 from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
-from tilewright.tile.lang.library import sigmoid, softmax, store_as
+from tilewright.tile.lang.library import softmax, store_as
 from tilewright.tile.runtime.launch import Grid
 
 Kernel.on = Grid
@@ -53,7 +53,6 @@ __all__ = [
     "int32",
     "int64",
     "kernel",
-    "sigmoid",
     "softmax",
     "store_as",
     "uint8",

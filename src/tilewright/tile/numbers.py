@@ -133,6 +133,12 @@ class NumpyBuilder:
     def mul(self, a: Array, b: Array) -> Array:
         return np.asarray(np.multiply(a, b))
 
+    def div(self, a: Array, b: Array) -> Array:
+        return np.asarray(np.divide(a, b))
+
+    def sqrt(self, a: Array) -> Array:
+        return np.asarray(np.sqrt(a))
+
     def fma(self, a: Array, b: Array, c: Array) -> Array:
         return fma(a, b, c)
 

@@ -63,13 +63,15 @@ def errors(
     found: Tensor, oracle: Tensor, baseline: Tensor, scale: Tensor | None, narrowed: Tensor | None = None
 ) -> Errors:
     """Errors of `found` in its own dtype against `oracle` (float64); `scale` is A, `narrowed` the terms that may be
-    rounded on the way, both broadcast to it."""
+    rounded on the way, both broadcast to it. Where they are NaN they allow nothing."""
     found64 = found.double()
     unit = ulp(oracle, found.dtype)
-    if scale is not None:
-        unit = unit + scale.expand_as(oracle) * 2.0**-24
-    if narrowed is not None:
-        unit = unit + narrowed.expand_as(oracle) * torch.finfo(found.dtype).eps  # an ulp of each, as of the output
+    for terms, each in (
+        (scale, 2.0**-24),
+        (narrowed, torch.finfo(found.dtype).eps),
+    ):  # an ulp of each, as of the output
+        if terms is not None:
+            unit = unit + terms.expand_as(oracle).nan_to_num(nan=0.0, posinf=math.inf) * each
     most = torch.finfo(found.dtype).max
     over = torch.isinf(baseline) & (oracle * baseline.sign() + unit >= most) & torch.isfinite(oracle)
     finite = torch.isfinite(baseline) & torch.isfinite(oracle) | over

@@ -126,7 +126,7 @@ def verify_kernel(
     emulated = backend.emulates(facts)
     size = size or ("full" if where.type == "cuda" else "tiny" if emulated else "small")
     result = Result(op.name, kernel.backend, str(dtype).removeprefix("torch."), kernel.name)
-    missing = backend.missing() or kernel.capability.elsewhere(facts, emulated)
+    missing = backend.missing(facts.kind) or kernel.capability.elsewhere(facts, emulated)
     pools: dict[Config, dict[str, Any]] = {}
     verdicts: dict[tuple[Config, str], list[Outcome]] = {}
     nearest = 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.activation import affine_configs, configs
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.activation"
 READ = ("gate", "up", "x")
@@ -89,13 +90,10 @@ TILELANG_KERNELS += [
     for op, function in AFFINE
 ]
 
-TILE_KERNELS = [
-    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
-    for op, function in PASSES
-]
+TILE_KERNELS = [tile_kernel(op, f"{_HERE}.tile:{function}", in_place=op in IN_PLACE) for op, function in PASSES]
 
 TILE_KERNELS += [
-    Kernel(op, "tile", f"{_HERE}.tile_affine:{function}", Capability((cpu(),), in_place=op in IN_PLACE))
+    tile_kernel(op, f"{_HERE}.tile_affine:{function}", in_place=op in IN_PLACE)
     for op, function in (
         ("scale_bias_add", "affine_forward"),
         ("scale_bias_add_backward", "affine_backward"),

@@ -10,7 +10,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config, Launch
 from tilewright.ops.activation.functions import APPROXIMATIONS
 from tilewright.ops.activation.tile_functions import act, act_and_slope
-from tilewright.ops.tile_rows import grid, one_row, place
+from tilewright.ops.tile_rows import accuracy, grid, one_row, place
 
 
 @tile.kernel
@@ -19,7 +19,7 @@ def forward_block(t: Any, x: Any, up: Any, y: Any, kind: str, apart: int, step: 
     from each other, or alternating where `step` is 2."""
     row, col = place(t, y.shape[1])
     gate, value = _halves(t, x, up, row, col, y.shape[1], apart, step, first)
-    found = act(t, kind, t.load(gate).f32())
+    found = act(t, kind, t.load(gate).f32(), accuracy(y))
     if value is not None:
         found = found * t.load(value).f32()
     t.store(y[row, col], found.to(y.dtype))
@@ -33,7 +33,7 @@ def backward_block(
     row, col = place(t, dy.shape[1])
     gate, value = _halves(t, x, up, row, col, dy.shape[1], apart, step, first)
     g, d = t.load(gate).f32(), t.load(dy[row, col]).f32()
-    found, slope = act_and_slope(t, kind, g)
+    found, slope = act_and_slope(t, kind, g, accuracy(dx, dup))
     of_gate = d * slope if value is None else d * t.load(value).f32() * slope
     if apart:
         gate_place, up_place = _halves(t, dx, None, row, col, dy.shape[1], apart, step, first)
@@ -76,7 +76,7 @@ def forward(call: Call, config: Config) -> Launch:
         tensors = one_row(tensors)
     y = tensors["y"]
     assert y is not None
-    return Launch(forward_block, grid(y), tensors, constants)
+    return Launch(forward_block, grid(y), tensors, constants, {"config": config})
 
 
 def backward(call: Call, config: Config) -> Launch:
@@ -94,4 +94,4 @@ def backward(call: Call, config: Config) -> Launch:
         tensors = one_row(tensors)
     dy = tensors["dy"]
     assert dy is not None
-    return Launch(backward_block, grid(dy), tensors, constants)
+    return Launch(backward_block, grid(dy), tensors, constants, {"config": config})

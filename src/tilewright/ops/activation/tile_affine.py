@@ -8,7 +8,7 @@ from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.activation.tile_functions import act, chain
-from tilewright.ops.tile_rows import Sums, grid, one_row, place, sharing, sum_launch
+from tilewright.ops.tile_rows import Sums, accuracy, grid, one_row, place, sharing, sum_launch
 
 
 @tile.kernel
@@ -30,7 +30,7 @@ def bias_block(t: Any, x: Any, bias: Any, y: Any, kind: str, by_column: bool) ->
     """y = act(x + bias)."""
     row, col = place(t, y.shape[1])
     g = t.load(x[row, col]).f32() + t.load(bias[col] if by_column else bias[row, col]).f32()
-    t.store(y[row, col], act(t, kind, g).to(y.dtype))
+    t.store(y[row, col], act(t, kind, g, accuracy(y)).to(y.dtype))
 
 
 @tile.kernel
@@ -58,7 +58,7 @@ def bias_rows(t: Any, dy: Any, x: Any, bias: Any, dx: Any, dbias: Any, kind: str
     sums = Sums(t, col.shape, {"bias": dbias})
     for row in sums.over(first, dy.shape[0], t.num_programs(0)):
         g = t.load(x[row, col]).f32() + t.load(bias[col] if by_column else bias[row, col]).f32()
-        d = chain(t, kind, t.load(dy[row, col]).f32(), g)
+        d = chain(t, kind, t.load(dy[row, col]).f32(), g, accuracy(dx, bias))
         if dx is not None:
             t.store(dx[row, col], d.to(dx.dtype))
         sums.add("bias", d)
@@ -74,7 +74,7 @@ def affine_forward(call: Call, config: Config) -> Launch:
         rows = one_row(rows)
     y = rows["y"]
     assert y is not None
-    return Launch(affine_block, grid(y), {**rows, **columns}, {}, {"flat": tuple(columns)})
+    return Launch(affine_block, grid(y), {**rows, **columns}, {}, {"flat": tuple(columns), "config": config})
 
 
 def bias_forward(call: Call, config: Config) -> Launch:
@@ -85,11 +85,14 @@ def bias_forward(call: Call, config: Config) -> Launch:
     y = args["y"]
     assert y is not None
     constants = {"kind": call.act, "by_column": by_column}
-    return Launch(bias_block, grid(y), args, constants, {"flat": ("bias",) if by_column else ()})
+    flat = ("bias",) if by_column else ()
+    return Launch(bias_block, grid(y), args, constants, {"flat": flat, "config": config})
 
 
-def _with_sums(call: Call, kernel: Any, args: dict[str, Argument], constants: dict[str, Any], flat: tuple[str, ...],
-               summed: tuple[str, ...]) -> tuple[Launch, ...]:  # fmt: skip
+def _with_sums(
+    call: Call, config: Config, kernel: Any, args: dict[str, Argument], constants: dict[str, Any],
+    flat: tuple[str, ...], summed: tuple[str, ...],
+) -> tuple[Launch, ...]:  # fmt: skip
     """The launch over rows, and one for each sum over them."""
     dy: TensorFacts = call.dy
     wanted = [name for name in summed if call.has(name)]
@@ -97,14 +100,14 @@ def _with_sums(call: Call, kernel: Any, args: dict[str, Argument], constants: di
     programs = sharing(rows) if wanted else rows
     partials = {name: Scratch(f"{name}_partials", (programs, dy.columns)) for name in wanted}
     args |= {"dx": call.tensors.get("dx"), **{name: partials.get(name) for name in summed}}
-    first = Launch(kernel, (programs, blocks, 1), args, constants, {"flat": flat})
+    first = Launch(kernel, (programs, blocks, 1), args, constants, {"flat": flat, "config": config})
     return (first, *(sum_launch(partials[name], call.tensors[name]) for name in wanted))
 
 
 def affine_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     """scale_bias_add_backward."""
     args: dict[str, Argument] = {"dy": call.dy, "x": call.x, "scale": call.scale}
-    return _with_sums(call, affine_rows, args, {}, ("scale",), ("dscale", "dbias"))
+    return _with_sums(call, config, affine_rows, args, {}, ("scale",), ("dscale", "dbias"))
 
 
 def bias_backward(call: Call, config: Config) -> tuple[Launch, ...]:
@@ -112,4 +115,4 @@ def bias_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     by_column = call.bias.shape != call.x.shape
     args: dict[str, Argument] = {"dy": call.dy, "x": call.x, "bias": call.bias}
     constants = {"kind": call.act, "by_column": by_column}
-    return _with_sums(call, bias_rows, args, constants, ("bias",) if by_column else (), ("dbias",))
+    return _with_sums(call, config, bias_rows, args, constants, ("bias",) if by_column else (), ("dbias",))

@@ -35,9 +35,10 @@ Scales = dict[str, Tensor]
 
 def _weights(q: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """P, and the absolute terms of each score with those of lse and of a shift by the largest score: what P may be off
-    by, in 2^-24 of itself."""
+    by, in 2^-24 of itself. A score of -Inf has the weight 0, which is off by nothing."""
     p = weights(q, k, seen, lse, scale)
     terms = 2.0 * products(q.abs(), k.abs()) * abs(scale) + lse.abs().unsqueeze(-1) + 1.0
+    terms = torch.where(terms.isfinite(), terms, 0.0)
     raised = torch.minimum(torch.expm1(terms * UNIT), 1.0 / p.clamp(min=1e-300))
     return p, torch.where(seen, torch.maximum(terms, raised / UNIT), 0.0)
 

@@ -112,8 +112,10 @@ def active(seen: Tensor, lse: Tensor) -> Tensor:
 
 
 def weights(q: Tensor, k: Tensor, seen: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """P of a forward pass, from its lse, of the pairs that are `active`."""
-    return torch.where(seen, torch.exp(products(q, k) * scale - lse.unsqueeze(-1)), 0.0)
+    """P of a forward pass, from its lse, of the pairs that are `active`. It is not above 1, whatever large scores and
+    their lse were rounded to."""
+    exponent = products(q, k) * scale - lse.unsqueeze(-1)
+    return torch.where(seen, torch.exp(exponent.clamp(max=0.0)), 0.0)
 
 
 def score_gradient(

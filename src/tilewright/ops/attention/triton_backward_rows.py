@@ -41,8 +41,6 @@ def attention_delta(
     blind = value == float("-inf")
     if o.dtype.element_ty != tl.float32:
         value *= LOG2E
-    if norms is not None:
-        value -= FEWER
     tl.store(stats + number, tl.where(blind, float("inf"), value), mask=mask)
     found, squares = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
     if dlse is not None:

@@ -35,13 +35,14 @@ def tile_of(
 
 @triton.jit
 def weights_of(scores, power, factor, dtype: tl.constexpr):
-    """P, which is not above 1, whatever large scores and their lse were rounded to: fp16 has no more room. NaN stays.
+    """P, which is not above 1, whatever large scores and their lse were rounded to. fp16's units come last, since large
+    scores would round them away. NaN stays.
     In float32, what is subtracted is not scaled first: of large scores the rounding of a scale would show."""
     exponent = scores * factor - power
     if dtype == tl.float32:
         exponent *= LOG2E
-    most: tl.constexpr = FEWER if dtype == tl.float16 else 0
-    return tl.math.exp2(tl.minimum(exponent, most, propagate_nan=tl.PropagateNan.ALL))
+    exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.math.exp2(exponent + FEWER if dtype == tl.float16 else exponent)
 
 
 @triton.jit

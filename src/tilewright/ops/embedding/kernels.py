@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, columns, cpu, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.embedding import configs, sparse_configs, vendor
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.embedding"
 _GPUS = (cuda(80), hip("gfx942"))
@@ -75,13 +76,6 @@ VENDOR_KERNELS = [
     )
 ]
 
-TILE_KERNELS = [
-    Kernel(
-        "embedding_bag_mean",
-        "tile",
-        f"{_HERE}.tile:forward",
-        Capability((cpu(),), limits=(columns("weight", most=131072),)),
-    )
-]
+TILE_KERNELS = [tile_kernel("embedding_bag_mean", f"{_HERE}.tile:forward", columns("weight", most=131072))]
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *SPARSE_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

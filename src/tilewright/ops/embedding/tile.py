@@ -43,4 +43,4 @@ def forward(call: Call, config: Config) -> Launch:
         "padding": call.padding_idx,
     }
     constants = {"strict": call.out_of_range == "error", "levels": levels_for(call.indices.columns)}
-    return Launch(bag_mean, (call.indices.rows, 1, 1), args, constants, {"flat": ("count",)})
+    return Launch(bag_mean, (call.indices.rows, 1, 1), args, constants, {"flat": ("count",), "config": config})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
@@ -33,14 +31,9 @@ TRITON_KERNELS = [
 
 
 def _compiled(call: Call) -> Iterable[Reason]:
-    """What TileLang 0.1.15 does not compile: random numbers at a constant offset, and one product of two whose layouts
-    are found together."""
+    """What TileLang 0.1.15 does not compile: random numbers at a constant offset."""
     if call.options.get("dropout_p") and "offset" in call.tensors and not call.has("offset"):
         yield Reason("offset", "None, with dropout", "pass a tensor of 0")
-    if call.has("q") and call.q.dtype == torch.float16 and "needs" in call.options:
-        _, keys, values = call.options["needs"]
-        if keys != values:
-            yield Reason("needs", f"{call.options['needs']} in float16; takes the gradients of k and v together")
 
 
 TILELANG_KERNELS = [

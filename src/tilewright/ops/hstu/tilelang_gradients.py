@@ -76,12 +76,13 @@ def keys(
             if scaled:
                 factors = T.alloc_shared((m,), F32)
             if lifts:
-                k_power, v_power, before, largest = (
-                    T.alloc_fragment((n,), F32), T.alloc_fragment((n,), F32), T.alloc_fragment((n,), F32),
-                    T.alloc_fragment((n,), F32),
-                )  # fmt: skip
-                T.fill(k_power, T.float32(2.0**120))
-                T.fill(v_power, T.float32(2.0**120))
+                before, largest = T.alloc_fragment((n,), F32), T.alloc_fragment((n,), F32)
+                if gives_k:  # nothing tells the layout of a fragment that only one of both would use
+                    k_power = T.alloc_fragment((n,), F32)
+                    T.fill(k_power, T.float32(2.0**120))
+                if gives_v:
+                    v_power = T.alloc_fragment((n,), F32)
+                    T.fill(v_power, T.float32(2.0**120))
 
             # Tiles of one head follow each other; the first ones, which most see, go first.
             slot = T.truncmod(program, tiles)

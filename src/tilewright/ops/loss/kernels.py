@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.loss import configs
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.loss"
 READ = ("logits", "targets", "weight", "pos_weight")
@@ -53,7 +54,7 @@ TILELANG_KERNELS = [
 
 
 TILE_KERNELS = [
-    Kernel(op, "tile", f"{_HERE}.tile:{function}", Capability((cpu(),), limits=limits, in_place=True))
+    tile_kernel(op, f"{_HERE}.tile:{function}", *limits, in_place=True)
     for op, function, limits in (
         ("bce_with_logits", "forward", ()),
         ("bce_with_logits_backward", "backward", (configs.as_saved,)),

@@ -10,7 +10,7 @@ from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config, Launch, Scratch
 from tilewright.ops.loss.configs import scales
 from tilewright.ops.loss.log1p import LOG1P
-from tilewright.ops.tile_rows import grid, one_row, place
+from tilewright.ops.tile_rows import accuracy, grid, one_row, place
 
 CHUNK = 4096
 
@@ -23,9 +23,9 @@ def _softplus(t: Any, x: Any, u: Any) -> Any:
     return ratio * u + t.maximum(-x, 0.0)
 
 
-def _slope(t: Any, x: Any, y: Any, u: Any, pos_weight: Any) -> Any:
+def _slope(t: Any, x: Any, y: Any, u: Any, pos_weight: Any, accuracy: str) -> Any:
     """(1 - y) * s(x) - pos_weight * y * s(-x), both logistic functions of u = exp(-|x|)."""
-    near = 1.0 / (1.0 + u)
+    near = t.reciprocal(1.0 + u, accuracy)
     far = u * near
     positive = y * t.where(x < 0.0, near, far)
     if pos_weight is not None:
@@ -40,13 +40,13 @@ def _parameter(t: Any, view: Any, row: Any, col: Any, by_column: bool) -> Any:
 @tile.kernel
 def loss_block(
     t: Any, logits: Any, targets: Any, weight: Any, pos_weight: Any, loss: Any, partials: Any, unit: Any, count: Any,
-    weight_by_column: bool, pos_by_column: bool,
+    weight_by_column: bool, pos_by_column: bool, accuracy: str,
 ) -> None:  # fmt: skip
     """The loss of each element, or with `partials` the sum of a block. `unit`: the gradient for an upstream of 1, over
     the count if there is one."""
     row, col = place(t, logits.shape[1])
     x, y = t.load(logits[row, col]).f32(), t.load(targets[row, col]).f32()
-    u = t.exp(-t.abs(x))
+    u = t.exp(-t.abs(x), accuracy)
     p = None if pos_weight is None else _parameter(t, pos_weight, row, col, pos_by_column)
     w = None if weight is None else _parameter(t, weight, row, col, weight_by_column)
     q = _softplus(t, x, u)
@@ -55,7 +55,7 @@ def loss_block(
     found = (1.0 - y) * x + q
     found = found if w is None else w * found
     if unit is not None:
-        slope = _slope(t, x, y, u, p)
+        slope = _slope(t, x, y, u, p, accuracy)
         if count is not None:
             w = 1.0 / count if w is None else 1.0 / count * w
         t.store(unit[row, col], slope if w is None else w * slope)
@@ -79,7 +79,7 @@ def sum_all(t: Any, partials: Any, out: Any, count: Any) -> None:
 @tile.kernel
 def gradient_block(
     t: Any, dy: Any, logits: Any, targets: Any, weight: Any, pos_weight: Any, dlogits: Any, count: Any, one_dy: bool,
-    weight_by_column: bool, pos_by_column: bool,
+    weight_by_column: bool, pos_by_column: bool, accuracy: str,
 ) -> None:  # fmt: skip
     """d * weight times the slope of the loss."""
     row, col = place(t, logits.shape[1])
@@ -89,7 +89,8 @@ def gradient_block(
     p = None if pos_weight is None else _parameter(t, pos_weight, row, col, pos_by_column)
     if weight is not None:
         d = d * _parameter(t, weight, row, col, weight_by_column)
-    t.store(dlogits[row, col], (d * _slope(t, x, y, t.exp(-t.abs(x)), p)).to(dlogits.dtype))
+    slope = _slope(t, x, y, t.exp(-t.abs(x), accuracy), p, accuracy)
+    t.store(dlogits[row, col], (d * slope).to(dlogits.dtype))
 
 
 @tile.kernel
@@ -117,13 +118,15 @@ def forward(call: Call, config: Config) -> Launch | tuple[Launch, ...]:
     if call.reduction == "none":
         args, constants, along = _arguments(call, {"loss": call.loss})
         args |= {"partials": None, "unit": None, "count": None}
-        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along)})
+        constants["accuracy"] = accuracy(call.loss)
+        return Launch(loss_block, grid(args["logits"]), args, constants, {"flat": tuple(along), "config": config})
     args, constants, along = _arguments(call, {"unit": call.tensors.get("unit")})
+    constants["accuracy"] = accuracy(call.loss, args["unit"])
     cells = grid(args["logits"])
     partials = Scratch("partials", cells[:2])
     count = float(call.logits.numel) if call.reduction == "mean" else None
     args |= {"loss": None, "partials": partials, "count": count if call.has("unit") else None}
-    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along)})
+    blocks = Launch(loss_block, cells, args, constants, {"flat": tuple(along), "config": config})
     total = {"partials": partials, "out": call.loss, "count": count}
     return blocks, Launch(sum_all, (1, 1, 1), total, {}, {"flat": ("partials", "out")})
 
@@ -134,12 +137,15 @@ def backward(call: Call, config: Config) -> Launch:
         rows = one_row({"unit": call.unit, "dlogits": call.dlogits})
         dlogits = rows["dlogits"]
         assert dlogits is not None
-        constants = {"in_place": "dlogits" in call.aliased}
-        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, {"flat": ("dy",)})
+        constants: dict[str, Any] = {"in_place": "dlogits" in call.aliased}
+        how = {"flat": ("dy",), "config": config}
+        return Launch(scale_block, grid(dlogits), {"dy": call.dy, **rows}, constants, how)
     each = call.reduction == "none"
     args, constants, along = _arguments(call, {"dlogits": call.dlogits, **({"dy": call.dy} if each else {})})
     args |= {"dy": args["dy"] if each else call.dy, "count": None}
     if call.reduction == "mean":
         args["count"] = float(call.logits.numel)
     flat = (*along, *(() if each else ("dy",)))
-    return Launch(gradient_block, grid(args["logits"]), args, {**constants, "one_dy": not each}, {"flat": flat})
+    constants |= {"one_dy": not each, "accuracy": accuracy(call.dlogits)}
+    how = {"flat": flat, "config": config}
+    return Launch(gradient_block, grid(args["logits"]), args, constants, how)

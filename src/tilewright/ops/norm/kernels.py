@@ -11,7 +11,6 @@ from tilewright.core.capability import (
     Target,
     aligned,
     columns,
-    cpu,
     cuda,
     hip,
     row_levels,
@@ -19,10 +18,10 @@ from tilewright.core.capability import (
     unit_stride,
 )
 from tilewright.core.kernel import Configs, Kernel
-from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.norm import cuda_configs as wide
 from tilewright.ops.norm import tilelang_configs, triton_configs, vendor
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.norm"
 WIDEST = 131072
@@ -133,10 +132,10 @@ VENDOR_KERNELS = [
 
 TILE_KERNELS = [
     *(
-        _kernel(op, "tile", "tile:forward", (cpu(),), (Config(),), columns("x", most=WIDEST)) for op in FORWARD
+        tile_kernel(op, f"{_HERE}.tile:forward", columns("x", most=WIDEST), in_place=op in IN_PLACE) for op in FORWARD
     ),
     *(
-        _kernel(op, "tile", f"tile:{name}_backward", (cpu(),), (Config(),), columns(*_inputs(op), most=WIDEST))
+        tile_kernel(op, f"{_HERE}.tile:{name}_backward", columns(*_inputs(op), most=WIDEST))
         for op, name in BACKWARD.items()
     ),
 ]  # fmt: skip

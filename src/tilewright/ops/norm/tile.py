@@ -102,12 +102,12 @@ def forward(call: Call, config: Config) -> Launch:
         "cast": bool(options.get("cast_before_weight", False)),
     }
     flat = ("weight", "bias", "mean", "rstd", "prologue_pre_bias")
-    return Launch(kernel, (call.x.rows, 1, 1), {**args, **kernel.bound()}, constants, {"flat": flat})
+    return Launch(kernel, (call.x.rows, 1, 1), {**args, **kernel.bound()}, constants, {"flat": flat, "config": config})
 
 
 def rms_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     """rms_norm_backward, and layer_norm_backward, which has a mean."""
-    return _backward(call, call.x, stored=False)
+    return _backward(call, config, call.x, stored=False)
 
 
 layer_backward = rms_backward
@@ -115,10 +115,10 @@ layer_backward = rms_backward
 
 def l2_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     """l2_norm_backward: what forward saved is y, the normalised value itself."""
-    return _backward(call, call.y, stored=True)
+    return _backward(call, config, call.y, stored=True)
 
 
-def _backward(call: Call, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
+def _backward(call: Call, config: Config, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
     tensors, options = call.tensors, call.options
     wanted = [name for name in ("dweight", "dbias", "dpre_bias") if call.has(name)]
     programs = sharing(x.rows) if wanted else x.rows
@@ -127,5 +127,6 @@ def _backward(call: Call, x: TensorFacts, stored: bool) -> tuple[Launch, ...]:
     args |= {"x": x, "offset": options.get("weight_offset") or None}
     args |= {name: partials.get(name) for name in ("dweight", "dbias", "dpre_bias")}
     constants = {"divide": not stored, "stored": stored, "cast": bool(options.get("cast_before_weight", False))}
-    rows = Launch(norm_backward, (programs, 1, 1), args, constants, {"flat": ("weight", "mean", "rstd")})
+    how = {"flat": ("weight", "mean", "rstd"), "config": config}
+    rows = Launch(norm_backward, (programs, 1, 1), args, constants, how)
     return (rows, *(sum_launch(partials[name], tensors[name]) for name in wanted))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, columns, cpu, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.residual import configs
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.residual"
 READ = ("x", "gate", "residual")
@@ -51,12 +52,7 @@ TILELANG_KERNELS = [
 ]
 
 TILE_KERNELS = [
-    Kernel(
-        op,
-        "tile",
-        f"{_HERE}.tile:{function}",
-        Capability((cpu(),), limits=(columns("dy", most=131072),), in_place=op in IN_PLACE),
-    )
+    tile_kernel(op, f"{_HERE}.tile:{function}", columns("dy", most=131072), in_place=op in IN_PLACE)
     for op, function in (
         ("gated_residual", "gated_forward"),
         ("gated_residual_backward", "gated_backward"),

@@ -73,23 +73,26 @@ def dropout_forward(call: Call, config: Config) -> Launch:
     """dropout_add."""
     tensors: dict[str, TensorFacts | None] = {"x": call.x, "residual": call.residual, "y": call.y}
     given = {"seed": call.tensors["seed"], "offset": call.tensors["offset"], "saved": call.tensors["state"]}
-    return _dropout(call, tensors, {**given, "state": None})
+    return _dropout(call, config, tensors, {**given, "state": None})
 
 
 def dropout_backward(call: Call, config: Config) -> Launch:
     """dropout_add_backward: the mask made again, from what forward saved."""
     tensors: dict[str, TensorFacts | None] = {"x": call.dy, "residual": None, "y": call.dx}
-    return _dropout(call, tensors, {"seed": None, "offset": None, "saved": None, "state": call.state})
+    return _dropout(call, config, tensors, {"seed": None, "offset": None, "saved": None, "state": call.state})
 
 
-def _dropout(call: Call, tensors: dict[str, TensorFacts | None], given: dict[str, TensorFacts | None]) -> Launch:
+def _dropout(
+    call: Call, config: Config, tensors: dict[str, TensorFacts | None], given: dict[str, TensorFacts | None]
+) -> Launch:
     dropping = drops(call.training, call.p)
     if not dropping and given["saved"] is None:
         tensors = one_row(tensors)  # with a mask the rows count
     y = tensors["y"]
     assert y is not None
     numbers = {"least": threshold(call.p) if dropping else None, "factor": float(scale(call.p))}
-    return Launch(dropout_block, grid(y), {**tensors, **given, **numbers}, {}, {"flat": tuple(given)})
+    how = {"flat": tuple(given), "config": config}
+    return Launch(dropout_block, grid(y), {**tensors, **given, **numbers}, {}, how)
 
 
 def gated_forward(call: Call, config: Config) -> Launch:
@@ -100,7 +103,8 @@ def gated_forward(call: Call, config: Config) -> Launch:
         args = one_row(args)
     y = args["y"]
     assert y is not None
-    return Launch(gated_block, grid(y), args, {"form": form}, {"flat": ("gate",) if form == "column" else ()})
+    flat = ("gate",) if form == "column" else ()
+    return Launch(gated_block, grid(y), args, {"form": form}, {"flat": flat, "config": config})
 
 
 def _form(call: Call) -> str:
@@ -118,5 +122,5 @@ def gated_backward(call: Call, config: Config) -> tuple[Launch, ...]:
     args: dict[str, Argument] = {"dy": dy, "x": call.x, "gate": call.gate, "dx": call.tensors.get("dx")}
     args["dgate"] = partials or dgate
     flat = ("gate",) if form == "column" else ()
-    rows = Launch(gated_rows, (programs, 1, 1), args, {"form": form}, {"flat": flat})
+    rows = Launch(gated_rows, (programs, 1, 1), args, {"form": form}, {"flat": flat, "config": config})
     return (rows,) if partials is None else (rows, sum_launch(partials, dgate))

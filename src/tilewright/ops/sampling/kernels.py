@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.rotary.places import sequences
-from tilewright.ops.sampling import configs
+from tilewright.ops.sampling import configs, groups
 
 _HERE = "tilewright.ops.sampling"
 SOFTMAX = (("softmax", "forward"), ("softmax_backward", "backward"))
@@ -49,6 +49,8 @@ TRITON_KERNELS += [
         ("draw", configs.top_configs, "", None, ()),
         # Before the search that any call of k and p can have.
         ("bins", configs.bins_configs, "bins", 14, (configs.one_filter,)),
+        # Before both: one pass over a row, where a number tells how few tokens are kept.
+        ("groups", groups.group_configs, "groups", 13, (groups.known_k,)),
     )
     for function in ("renorm", "sample")
 ]

@@ -89,6 +89,28 @@ def _lanes(name: str, of: str, to: str, scalar: str, vector: str = "") -> Record
     return Record(name, f"fn {to} {name}({of} x) {{ {scalar} }}\nfn {to}v {name}({source} x) {{ {body} }}")
 
 
+def _fast(kind: str, instruction: str, of: str = "a", result: str = "r") -> Record:
+    """A function of float32 by one approximate instruction, which keeps denormal numbers."""
+    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx.f32 %0, %1;" : "=f"(r) : "f"({of})); '
+                                      f"return {result};")  # fmt: skip
+
+
+FAST = (
+    _fast("exp", "ex2", "a * 1.44269504f"),
+    _fast("exp2", "ex2"),
+    _fast("log", "lg2", result="r * 0.693147181f"),
+    _fast("sqrt", "sqrt"),
+    _fast("rsqrt", "rsqrt"),
+    _fast("reciprocal", "rcp"),
+    _each(
+        "sigmoid_fast",
+        "a",
+        """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(r)); r += 0x1p-24f;                  // is denormal before the last product
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;""",
+    ),
+)
+
 ARITHMETIC = (
     Record("splat", """fn f32v splat(f32 x) { return every(x); }
 fn i32v splat(i32 x) { return every(x); }
@@ -156,16 +178,19 @@ FOLDS = (
     _fold("or", "x | y"),
 )
 
-_PAIRS = """u16v r;
-  UNROLL(W) for (int l = 0; l < W; l += 2) {{
-    u32 two; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(two) : "f"(x[l + 1 < W ? l + 1 : l]), "f"(x[l]));
-    r[l] = (u16)two; if (l + 1 < W) r[l + 1] = (u16)(two >> 16); }}
+_PAIRS = """u16v r;  // two in one register, as memory has them
+  UNROLL(W) for (int l = 0; l < W; l += 2) {{ constexpr int n = W > 1;
+    u32 two; asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(two) : "f"(x[l + n]), "f"(x[l]));
+    memcpy(&r[l], &two, 2 << n); }}
   return r;"""
 
 FLOATS = (
     _lanes("bfloat16_of_float32", "f32", "u16", 'u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r;',
            _PAIRS.format(kind="bf16")),
-    _lanes("float32_of_bfloat16", "u16", "f32", "return __uint_as_float((u32)x << 16);"),
+    _lanes("float32_of_bfloat16", "u16", "f32", "return __uint_as_float((u32)x << 16);", """f32v r;
+  UNROLL(W) for (int l = 0; l < W; l += 2) { constexpr int n = W > 1; u32 two = 0; memcpy(&two, &x[l], 2 << n);
+    r[l + n] = __uint_as_float(two & 0xffff0000); r[l] = __uint_as_float(two << 16); }
+  return r;"""),
     _lanes("float16_of_float32", "f32", "u16", 'u16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r;',
            _PAIRS.format(kind="f16")),
     _lanes("float32_of_float16", "u16", "f32", 'f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x)); return r;'),
@@ -240,4 +265,4 @@ template <class V, int A = 0, class P> fn V load(P p) {
     Record("bytes_of_mask", "fn u8v bytes_of_mask(i32v m) { u8v r; EACH r[l] = (u8)(m[l] & 1); return r; }"),
 )  # fmt: skip
 
-RECORDS = (*ARITHMETIC, *FOLDS, *FLOATS, *CASTS, *MEMORY)
+RECORDS = (*ARITHMETIC, *FAST, *FOLDS, *FLOATS, *CASTS, *MEMORY)

@@ -33,7 +33,8 @@ Operand = str | int | float | bool
 
 @dataclass(frozen=True)
 class Let:
-    """`name` is the result of an operation; `operands` is their type where it is not the result's."""
+    """`name` is the result of an operation; `operands` is their type where it is not the result's. A `mode` of "fast":
+    the target's own approximation of a function."""
 
     name: str
     type: Type

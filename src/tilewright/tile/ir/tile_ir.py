@@ -56,7 +56,10 @@ COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 BINARY = COMPARISONS | frozenset(
     ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr", "mulhi"]
 )
-UNARY = frozenset(["neg", "abs", "not", "sqrt", "rsqrt", "exp", "exp2", "log", "rint"])
+ACCURACIES = ("exact", "fast")
+ROUNDED = frozenset(["exp", "exp2", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid"])
+"""Functions of float32 that take an accuracy: with "fast" a GPU's approximate instruction may serve."""
+UNARY = ROUNDED | {"neg", "abs", "not", "rint"}
 COMBINES = frozenset(("sum", "prod", "max", "min", "and", "or"))
 
 

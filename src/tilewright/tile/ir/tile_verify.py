@@ -11,6 +11,7 @@ from tilewright.tile.ir.tile_ir import (
     COMBINES,
     EFFECTS,
     PURE,
+    ROUNDED,
     UNARY,
     Dim,
     Node,
@@ -89,6 +90,8 @@ def kinds_exist(program: Program, node: Node) -> str:
     table = {"binary": BINARY, "unary": UNARY}.get(node.op)
     if table is not None and node.attrs["kind"] not in table:
         return f"no kind {node.attrs['kind']}"
+    if "accuracy" in node.attrs and node.attrs["kind"] not in ROUNDED:
+        return f"{node.attrs['kind']} has one accuracy"
     if node.op == "reduce":
         if node.attrs["combine"] not in COMBINES:
             return f"no combine {node.attrs['combine']}"

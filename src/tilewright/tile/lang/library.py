@@ -14,14 +14,8 @@ def store_as(t: Any, v: Tile, at: Any, y: View) -> None:
     t.store(y[at], v.to(y.dtype))
 
 
-def sigmoid(t: Any, x: Tile) -> Tile:
-    """1 / (1 + exp(-x)). At -infinity it is 0."""
-    one: Tile = 1.0 + t.exp(-x)
-    return 1.0 / one
-
-
-def softmax(t: Any, x: Tile, axis: int = -1) -> Tile:
-    """exp(x - max(x)) over its sum. A row of -infinity gives NaN."""
-    e: Tile = t.exp(x - t.max(x, axis=axis, keep=True))
+def softmax(t: Any, x: Tile, axis: int = -1, accuracy: str = "exact") -> Tile:
+    """exp(x - max(x)) over its sum; fast: times the reciprocal of its sum. A row of -infinity gives NaN."""
+    e: Tile = t.exp(x - t.max(x, axis=axis, keep=True), accuracy)
     total: Tile = t.sum(e, axis=axis, keep=True)
-    return e / total
+    return e / total if accuracy == "exact" else e * t.reciprocal(total, accuracy)

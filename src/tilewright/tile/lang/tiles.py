@@ -14,6 +14,7 @@ from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
 from tilewright.tile.ir.tile_ir import (
+    ACCURACIES,
     COMPARISONS,
     Axis,
     Dim,
@@ -349,8 +350,10 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     return Tile(t, made)
 
 
-def unary(kind: str, x: Tile) -> Tile:
+def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     dtype = x.dtype
+    if accuracy not in ACCURACIES:
+        raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ACCURACIES))}")
     if dtype == dtypes.boolean or kind == "not":
         if kind != "not" or dtype != dtypes.boolean:
             raise TraceError(f"{kind} is not defined on {dtype}")
@@ -358,7 +361,8 @@ def unary(kind: str, x: Tile) -> Tile:
         raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
     elif dtype.integer and kind not in ("neg", "abs"):
         raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
-    return Tile(x._t, x._t.add("unary", (x.node,), shape=x.shape, dtype=dtype, kind=kind))
+    said = {"accuracy": accuracy} if accuracy != "exact" else {}
+    return Tile(x._t, x._t.add("unary", (x.node,), shape=x.shape, dtype=dtype, kind=kind, **said))
 
 
 def _product(sizes: Any) -> int:

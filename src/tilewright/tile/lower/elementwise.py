@@ -187,12 +187,11 @@ class Emitter:
                 kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
             return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":
+            if "accuracy" in a and self.function.threads > 1:  # a CPU has nothing that is faster
+                return self.let(depth, type, a["kind"], args[0], mode=a["accuracy"], line=line)
             if a["kind"] in math.FUNCTIONS:
                 builder = ThreadBuilder(self, depth, type.lanes, line)
                 return math.FUNCTIONS[a["kind"]](builder, args[0])
-            if a["kind"] == "rsqrt":
-                root = self.let(depth, type, "sqrt", args[0], line=line)
-                return self.let(depth, type, "div", 1.0, root, line=line)
             return self.let(depth, type, a["kind"], args[0], operands=source, line=line)
         if node.op == "fma":
             return self.let(depth, type, "fma", *args, line=line)
@@ -255,6 +254,12 @@ class ThreadBuilder:
 
     def mul(self, a: Operand, b: Operand) -> Operand:
         return self._let(self.f, "mul", a, b)
+
+    def div(self, a: Operand, b: Operand) -> Operand:
+        return self._let(self.f, "div", a, b)
+
+    def sqrt(self, a: Operand) -> Operand:
+        return self._let(self.f, "sqrt", a)
 
     def fma(self, a: Operand, b: Operand, c: Operand) -> Operand:
         return self._let(self.f, "fma", a, b, c)

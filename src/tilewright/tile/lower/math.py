@@ -20,6 +20,8 @@ class Builder(Protocol, Generic[V]):
     def add(self, a: V, b: V) -> V: ...
     def sub(self, a: V, b: V) -> V: ...
     def mul(self, a: V, b: V) -> V: ...
+    def div(self, a: V, b: V) -> V: ...
+    def sqrt(self, a: V) -> V: ...
     def fma(self, a: V, b: V, c: V) -> V: ...
     def less(self, a: V, b: V) -> V: ...
     def least(self, a: V, b: V) -> V:
@@ -101,6 +103,18 @@ def log(b: Builder[V], x: V) -> V:
     return b.select(b.equal(x, x), y, x)
 
 
+def rsqrt(b: Builder[V], x: V) -> V:
+    return reciprocal(b, b.sqrt(x))
+
+
+def reciprocal(b: Builder[V], x: V) -> V:
+    return b.div(b.real(1.0), x)
+
+
+def sigmoid(b: Builder[V], x: V) -> V:
+    return reciprocal(b, b.add(b.real(1.0), exp(b, b.mul(x, b.real(-1.0)))))
+
+
 def rint(b: Builder[V], x: V) -> V:
     """To the nearest integer, ties to even; -0.25 gives -0."""
     sign = b.iand(b.bits(x), b.whole(-0x80000000))
@@ -127,4 +141,6 @@ def _horner(b: Builder[V], coefficients: Sequence[float], x: V) -> V:
     return y
 
 
-FUNCTIONS = {"exp": exp, "exp2": exp2, "log": log, "rint": rint}
+FUNCTIONS = {
+    "exp": exp, "exp2": exp2, "log": log, "rint": rint, "rsqrt": rsqrt, "reciprocal": reciprocal, "sigmoid": sigmoid,
+}  # fmt: skip

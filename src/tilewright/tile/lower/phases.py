@@ -16,7 +16,10 @@ from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, Shape
 
 CHEAP = 3
 """Recompute a tile that costs at most this many operations: a load, a widening and one more."""
-COSTS = {"exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "rint": 6, "div": 5, "floordiv": 20, "mod": 20}
+COSTS = {
+    "exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "reciprocal": 5, "sigmoid": 26, "rint": 6, "div": 5,
+    "floordiv": 20, "mod": 20,
+}  # fmt: skip
 
 
 @dataclass(eq=False)

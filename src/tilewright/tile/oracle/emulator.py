@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from tilewright.tile.ir.thread_ir import (
     Statement,
     Store,
 )
+from tilewright.tile.lower import math
 from tilewright.tile.oracle.memory import WARP, Clock, Memory, Places, poison, tensors
 
 
@@ -71,6 +73,7 @@ def _toward_zero(a: Array, b: Array) -> Array:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **numbers.BINARY,
+    **{kind: partial(function, numbers.NumpyBuilder()) for kind, function in math.FUNCTIONS.items()},  # fast is exact
     "copy": np.asarray,
     "neg": np.negative,
     "abs": np.abs,

@@ -100,6 +100,8 @@ def expression(s: Let) -> str:
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
+    if s.mode == "fast":
+        return f"{s.op}_fast({args[0]})"
     if s.op == "cast":
         return _cast(s, source, args[0])
     if s.op == "bits":

@@ -151,6 +151,16 @@ def value_of(p: Parameter, memories: Mapping[str, Memory], scalars: Mapping[str,
     return m.address
 
 
+def all_values(memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> dict[str, int | float]:
+    """What a call passes for any parameter but a pointer that a kernel of these arguments can have, by its name."""
+    found = dict[str, int | float]()
+    for name, m in memories.items():
+        found |= {f"n{i}_{name}": n for i, n in enumerate(m.sizes)}
+        found |= {f"s{i}_{name}": s for i, s in enumerate(m.strides)}
+        found |= {f"e{i}_{name}": max(n, 1) for i, n in enumerate(m.shape)}
+    return found | {f"a_{name}": value for name, value in scalars.items()}
+
+
 def alignment(memory: Memory) -> int:
     """The bytes, at most 16, that the address and the strides of all axes but a dense last one are multiples of."""
     steps = memory.strides if memory.strides and memory.strides[-1] != 1 else memory.strides[:-1]

@@ -32,7 +32,7 @@ from tilewright.tile.runtime.store import DIGEST, Store, compiler_digest
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.schedule import default as usual
 from tilewright.tile.sync.barriers import insert
-from tilewright.tile.sync.shared import PLAIN, arrange
+from tilewright.tile.sync.shared import PLAIN, Arena, arrange, most_bytes, most_needed
 
 LIBRARY = "libcuda.so.1"
 MOST_BLOCKS = 2**31 - 1
@@ -158,11 +158,25 @@ def current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if torch is not None else 0
 
 
-def text_of(program: Program, schedule: Schedule | None = None) -> tuple[Function, render.Source]:
-    """The program as CUDA C++, for the default schedule where none is given."""
-    chosen = schedule or usual(program)
-    function = insert(lower(program, chosen.vector, chosen))
-    arena = arrange(function)
+def lowered(program: Program, schedule: Schedule, arch: str = "") -> tuple[Function, Arena]:
+    """What each thread does, and where its shared memory lies.
+
+    Raises:
+        LowerError: the schedule, or the architecture, cannot express the program.
+    """
+    function = insert(lower(program, schedule.vector, schedule))
+    return function, arrange(function, most_bytes(arch))
+
+
+def check(program: Program, schedule: Schedule, arch: str) -> None:
+    """Raises where `lowered` would, and takes a fraction of its time where there is room enough."""
+    if most_needed(lower(program, schedule.vector, schedule)) > most_bytes(arch):
+        lowered(program, schedule, arch)
+
+
+def text_of(program: Program, schedule: Schedule | None = None, arch: str = "") -> tuple[Function, render.Source]:
+    """The program as CUDA C++, for the default schedule where none is given. Raises as `lowered` does."""
+    function, arena = lowered(program, schedule or usual(program), arch)
     return function, render.source(function, arena.offsets, arena.size)
 
 
@@ -180,7 +194,7 @@ def compile(program: Program, schedule: Schedule | None = None, arch: str = "") 
     with _lock:
         if key in _made:
             return _made[key]
-    function, source = text_of(program, chosen)
+    function, source = text_of(program, chosen, target)
     made = Compiled(function, source, _kept(key, source, target), target, {})
     with _lock:
         return _made.setdefault(key, made)

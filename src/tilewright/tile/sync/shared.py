@@ -18,6 +18,8 @@ ALIGNMENT = 16
 """Bytes: as wide as the widest access."""
 SHARED_BYTES = 232448
 """The most shared memory that any block may have (compute capability 9.0)."""
+LESS_BYTES = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 120: 101376, 121: 101376}
+"""What a block may have where that is less, by compute capability."""
 PLAIN = 49152
 """Bytes a block may have without opting in when the kernel is loaded."""
 
@@ -28,6 +30,11 @@ class Arena:
 
     offsets: dict[str, int]
     size: int
+
+
+def most_bytes(arch: str) -> int:
+    """What a block may have on an architecture ("sm_90"; "": any)."""
+    return LESS_BYTES.get(int("".join(filter(str.isdigit, arch)) or 90), SHARED_BYTES)
 
 
 def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
@@ -57,6 +64,11 @@ def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
         raise LowerError(f"{function.name}: a block{each} needs {size * function.instances} bytes of shared memory; "
                          f"there are {limit} ({told})")  # fmt: skip
     return Arena(offsets, size)
+
+
+def most_needed(function: Function) -> int:
+    """Bytes that a block needs where no array has the bytes of another; known before barriers are placed."""
+    return function.instances * sum(_size(a) for a in function.arrays if a.shared)
 
 
 def _size(array: Array) -> int:
