@@ -13,6 +13,7 @@ from tile_runs import F32, one_row
 from tilewright import tile
 from tilewright.ops import tile_rows
 from tilewright.tile import TraceError, ViewType
+from tilewright.tile.fuse import work
 from tilewright.tile.ir.tile_ir import ROUNDED
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle import emulator
@@ -102,6 +103,12 @@ def test_the_text_has_the_approximate_instruction_where_it_is_asked_for(kind: st
         program = applied.trace({"x": view, "y": view, "kind": kind, "accuracy": accuracy})
         text = cuda.text_of(program, Schedule(32, 1, 4))[1].text
         assert len(re.findall(r"\.approx\.(?:ftz\.)?f32", text)) == count
+
+
+def test_an_estimate_counts_fast_functions_as_what_they_are() -> None:
+    view = ViewType(F32, (None,))
+    fast, exact = (work(applied.trace({"x": view, "y": view, "kind": "exp", "accuracy": a})) for a in ("fast", "exact"))
+    assert fast.operations < exact.operations and fast.bytes == exact.bytes
 
 
 def test_an_accuracy_is_one_of_two() -> None:

@@ -18,7 +18,7 @@ from tilewright.tile.lang.library import softmax
 from tilewright.tile.oracle import generate
 from tilewright.tile.runtime import cuda, nvrtc
 from tilewright.tile.runtime.arguments import Memory, alignment
-from tilewright.tile.schedule import Schedule
+from tilewright.tile.schedule import Schedule, default
 
 needs_compiler = pytest.mark.skipif(bool(nvrtc.missing()), reason=nvrtc.missing())
 SCHEDULES = ((32, 1, 4), (64, 1, 2), (128, 1, 1), (32, 4, 8), (256, 1, 4))
@@ -160,6 +160,18 @@ def test_alignment_is_what_divides_addresses_and_strides(address: int, strides: 
 
 
 @needs_compiler
+@pytest.mark.parametrize(("views", "vector"), [
+    ((tile.bfloat16, tile.int8), 8), ((tile.bfloat16, F32), 8), ((F32, tile.float8_e4m3fn), 4), ((tile.int8,), 16),
+    ((F32,), 4),
+])  # fmt: skip
+def test_the_usual_vector_is_16_bytes_of_what_is_not_bytes(views: tuple[Any, ...], vector: int) -> None:
+    def body(t: Any, x: Any, y: Any = None) -> None:
+        t.store(x[0, 0], t.load(x[0, 0]))
+
+    types = {name: ViewType(dtype, (None, 4096)) for name, dtype in zip("xy", views, strict=False)}
+    assert default(tile.kernel(body).trace({"y": None, **types})).vector == vector
+
+
 def test_explain_lists_what_was_decided_for_a_gpu() -> None:
     view = ViewType(tile.bfloat16, (None, 4096), align=16)
     kernel = tile.kernel(_softmax, static={"x": (1,)})

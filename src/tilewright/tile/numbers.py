@@ -115,35 +115,24 @@ def identity(combine: str, dtype: DType) -> Any:
     return float(value) if dtype.floating else value
 
 
+def _method(function: Callable[..., Any]) -> Callable[..., Array]:
+    return lambda _, *args: np.asarray(function(*args))
+
+
 class NumpyBuilder:
     """`lower.math.Builder` over arrays."""
+
+    add = iadd = _method(np.add)
+    sub = isub = _method(np.subtract)
+    mul, div, sqrt, fma = _method(np.multiply), _method(np.divide), _method(np.sqrt), _method(fma)
+    less, equal, select = _method(np.less), _method(np.equal), _method(np.where)
+    iand, ior = _method(np.bitwise_and), _method(np.bitwise_or)
 
     def real(self, value: float) -> Array:
         return np.asarray(value, F32)
 
     def whole(self, value: int) -> Array:
         return np.asarray(value, I32)
-
-    def add(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.add(a, b))
-
-    def sub(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.subtract(a, b))
-
-    def mul(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.multiply(a, b))
-
-    def div(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.divide(a, b))
-
-    def sqrt(self, a: Array) -> Array:
-        return np.asarray(np.sqrt(a))
-
-    def fma(self, a: Array, b: Array, c: Array) -> Array:
-        return fma(a, b, c)
-
-    def less(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.less(a, b))
 
     def least(self, a: Array, b: Array) -> Array:
         return np.where(np.less(a, b), a, b)
@@ -155,34 +144,14 @@ class NumpyBuilder:
         """In two steps, of which the first is exact."""
         whole = np.where(np.isnan(n), 0.0, n).astype(I32)
         half = whole >> 1
-        first, second = (
-            (k + 127 << 23).astype(I32).view(F32) for k in (np.atleast_1d(half), np.atleast_1d(whole - half))
-        )
-        return np.asarray(np.multiply(np.multiply(a, first.reshape(n.shape)), second.reshape(n.shape)))
-
-    def equal(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.equal(a, b))
-
-    def select(self, condition: Array, a: Array, b: Array) -> Array:
-        return np.where(condition, a, b)
+        first, second = ((k + 127 << 23).astype(I32).view(F32) for k in (half, whole - half))
+        return np.asarray(np.multiply(np.multiply(a, first), second))
 
     def bits(self, a: Array) -> Array:
         return np.asarray(a, F32).view(I32)
 
     def from_bits(self, a: Array) -> Array:
         return np.asarray(a, I32).view(F32)
-
-    def iadd(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.add(a, b))
-
-    def isub(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.subtract(a, b))
-
-    def iand(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.bitwise_and(a, b))
-
-    def ior(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.bitwise_or(a, b))
 
     def shl(self, a: Array, by: int) -> Array:
         return np.asarray(np.left_shift(a, I32(by)))

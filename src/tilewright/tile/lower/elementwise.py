@@ -7,7 +7,7 @@ in `loops`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,6 +230,19 @@ def cast_constant(value: Operand, node: Node, depth: int) -> Operand:
     return float(made) if target.floating else bool(made) if target == boolean else int(made)
 
 
+def _floats(op: str, mode: str = "") -> Callable[..., Operand]:
+    """An operation on float32, as a method of the builder."""
+    return lambda builder, *args: builder.let(builder.f, op, *args, mode=mode)
+
+
+def _tests(op: str) -> Callable[..., Operand]:
+    return lambda builder, *args: builder.let(builder.m, op, *args, operands=builder.f)
+
+
+def _wholes(op: str) -> Callable[..., Operand]:
+    return lambda builder, *args: builder.integer(op, *args)
+
+
 class ThreadBuilder:
     """`lower.math.Builder` that emits L1."""
 
@@ -237,61 +250,18 @@ class ThreadBuilder:
         self.emitter, self.depth, self.line = emitter, depth, line
         self.f, self.i, self.m = Type(float32, lanes), Type(int32, lanes), Type(boolean, lanes)
 
-    def _let(self, type: Type, op: str, *args: Operand, operands: Type | None = None, mode: str = "") -> Operand:
+    add, sub, mul, div = _floats("add"), _floats("sub"), _floats("mul"), _floats("div")
+    fma, sqrt, ldexp = _floats("fma"), _floats("sqrt"), _floats("ldexp")
+    least, greatest = _floats("min", "second"), _floats("max", "second")
+    less, equal = _tests("lt"), _tests("eq")
+    iadd, isub, iand, ior = _wholes("add"), _wholes("sub"), _wholes("and"), _wholes("or")
+    shl, shr = _wholes("shl"), _wholes("shr")
+
+    def let(self, type: Type, op: str, *args: Operand, operands: Type | None = None, mode: str = "") -> Operand:
         return self.emitter.let(self.depth, type, op, *args, operands=operands, mode=mode, line=self.line)
 
-    def real(self, value: float) -> Operand:
-        return float(dtypes.float32.rounded(_one(value)))
-
-    def whole(self, value: int) -> Operand:
-        return value
-
-    def add(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "add", a, b)
-
-    def sub(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "sub", a, b)
-
-    def mul(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "mul", a, b)
-
-    def div(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "div", a, b)
-
-    def sqrt(self, a: Operand) -> Operand:
-        return self._let(self.f, "sqrt", a)
-
-    def fma(self, a: Operand, b: Operand, c: Operand) -> Operand:
-        return self._let(self.f, "fma", a, b, c)
-
-    def less(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.m, "lt", a, b, operands=self.f)
-
-    def least(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "min", a, b, mode="second")
-
-    def greatest(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.f, "max", a, b, mode="second")
-
-    def ldexp(self, a: Operand, n: Operand) -> Operand:
-        return self._let(self.f, "ldexp", a, n)
-
-    def equal(self, a: Operand, b: Operand) -> Operand:
-        return self._let(self.m, "eq", a, b, operands=self.f)
-
-    def select(self, condition: Operand, a: Operand, b: Operand) -> Operand:
-        whole = all(isinstance(x, int) or (isinstance(x, str) and x in self._integers) for x in (a, b))
-        type = self.i if whole else self.f
-        return self._let(type, "select", condition, a, b, operands=type)
-
-    def bits(self, a: Operand) -> Operand:
-        return self._whole("bits", a, operands=self.f)
-
-    def from_bits(self, a: Operand) -> Operand:
-        return self._let(self.f, "bits", a, operands=self.i)
-
-    def _whole(self, op: str, *args: Operand, operands: Type | None = None) -> Operand:
-        made = self._let(self.i, op, *args, operands=operands)
+    def integer(self, op: str, *args: Operand, operands: Type | None = None) -> Operand:
+        made = self.let(self.i, op, *args, operands=operands)
         self._integers.add(str(made))
         return made
 
@@ -300,24 +270,19 @@ class ThreadBuilder:
         found: set[str] = self.emitter.blocks[self.depth].known.setdefault("integers", set())
         return found
 
-    def iadd(self, a: Operand, b: Operand) -> Operand:
-        return self._whole("add", a, b)
+    def real(self, value: float) -> Operand:
+        return float(dtypes.float32.rounded(np.asarray(value, np.float32)))
 
-    def isub(self, a: Operand, b: Operand) -> Operand:
-        return self._whole("sub", a, b)
+    def whole(self, value: int) -> Operand:
+        return value
 
-    def iand(self, a: Operand, b: Operand) -> Operand:
-        return self._whole("and", a, b)
+    def select(self, condition: Operand, a: Operand, b: Operand) -> Operand:
+        whole = all(isinstance(x, int) or (isinstance(x, str) and x in self._integers) for x in (a, b))
+        type = self.i if whole else self.f
+        return self.let(type, "select", condition, a, b, operands=type)
 
-    def ior(self, a: Operand, b: Operand) -> Operand:
-        return self._whole("or", a, b)
+    def bits(self, a: Operand) -> Operand:
+        return self.integer("bits", a, operands=self.f)
 
-    def shl(self, a: Operand, by: int) -> Operand:
-        return self._whole("shl", a, by)
-
-    def shr(self, a: Operand, by: int) -> Operand:
-        return self._whole("shr", a, by)
-
-
-def _one(value: float) -> Any:
-    return np.asarray(value, np.float32)
+    def from_bits(self, a: Operand) -> Operand:
+        return self.let(self.f, "bits", a, operands=self.i)
