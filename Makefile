@@ -41,6 +41,7 @@ docs: $(VENV)/.dev
 
 table: $(VENV)/.dev
 	$(BIN)/python scripts/results_table.py --write
+	$(BIN)/python scripts/page_output.py docs/tile-guide.md --write
 
 clean:
 	rm -rf $(VENV) build dist site

@@ -24,7 +24,7 @@ class _Printer:
         for name, view in program.views.items():
             sizes = ", ".join("?" if s is None else str(s) for s in view.sizes)
             kind = "" if view.unit else " strided"
-            self.out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels}")
+            self.out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels} align={view.align}")
         self.out += [f"scalar {name}: {dtype}" for name, dtype in program.scalars.items()]
         self.out += sorted("inplace " + " ".join(sorted(pair)) for pair in program.inplace)
         self.region(program.body, 0)
