@@ -15,9 +15,11 @@ import torch
 
 import tilewright as tw
 from tilewright.core import registry
-from tilewright.core.capability import Capability, cpu
-from tilewright.core.kernel import Kernel
+from tilewright.core.device import target_device
+from tilewright.core.launch import launches_of
+from tilewright.ops.tile_configs import tile_kernel
 from tilewright.tile.runtime import nvrtc, target
+from tilewright.tune.classes import call_of
 from tilewright.verify.suite import verify_kernel
 
 ROOT = Path(__file__).parent.parent.parent
@@ -82,12 +84,19 @@ def test_the_kernel_for_the_library_is_declared_by_one_line_and_proven(tmp_path:
     monkeypatch.syspath_prepend(tmp_path)
     line = _block("declaration")
     assert line.count("\n") == 1
-    exec(line, {"registry": registry, "Kernel": Kernel, "Capability": Capability, "cpu": cpu})
+    exec(line, {"registry": registry, "tile_kernel": tile_kernel})
     (mine,) = [k for k in registry.kernels_of("l2_norm") if k.label == "mine"]
     try:
         found = verify_kernel(registry.op("l2_norm"), mine, torch.bfloat16, torch.device("cpu"), size="tiny")
         assert found.passed > 10 and not found.failed, found
         assert "tile/mine" in str(tw.explain(tw.l2_norm, torch.ones(4, 64)))
+        there = call_of(
+            registry.op("l2_norm"), (64, 1024), torch.bfloat16, target_device("sm_90"), options={}, absent=[]
+        )
+        config = mine.configs_for(there)[0]
+        (launch,) = launches_of(mine.load()(there, config))
+        made = registry.backend("tile").compile(launch, there.device)
+        assert "l2_norm" in made.symbol and made.block[0] == config["threads"]
     finally:
         registry.remove_kernel(mine)
         sys.modules.pop("my_rows", None)

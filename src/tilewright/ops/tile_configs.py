@@ -15,8 +15,11 @@ PLAIN = Config()
 """On a CPU there is nothing to choose, and on a GPU it is the compiler's own guess."""
 
 
-def tile_kernel(op: str, source: str, *limits: Limit, in_place: bool = False) -> Kernel:
-    """The declaration of a tile kernel. Its function passes the config on as an option of its launches."""
+def tile_kernel(
+    op: str, source: str, *limits: Limit, in_place: bool = False, label: str = "", origin: str = "tilewright"
+) -> Kernel:
+    """The declaration of a tile kernel. Its function passes the config on as an option of its launches. `label` and
+    `origin` as a `Kernel` has them."""
     function = Kernel(op, "tile", source).load
     latest: list[tuple[Call, tuple[tuple[Config, ...], str]]] = []  # selection asks for limits, then for configs
 
@@ -38,4 +41,5 @@ def tile_kernel(op: str, source: str, *limits: Limit, in_place: bool = False) ->
         if call.device.is_gpu and (why := found(call)[1]):
             yield Reason("shape", why, "fewer columns would do")
 
-    return Kernel(op, "tile", source, Capability((cpu(), cuda(80)), limits=(*limits, fits), in_place=in_place), configs)
+    capability = Capability((cpu(), cuda(80)), limits=(*limits, fits), in_place=in_place)
+    return Kernel(op, "tile", source, capability, configs, label=label, origin=origin)
