@@ -89,9 +89,9 @@ def _lanes(name: str, of: str, to: str, scalar: str, vector: str = "") -> Record
     return Record(name, f"fn {to} {name}({of} x) {{ {scalar} }}\nfn {to}v {name}({source} x) {{ {body} }}")
 
 
-def _fast(kind: str, instruction: str, of: str = "a", result: str = "r") -> Record:
-    """A function of float32 by one approximate instruction, which keeps denormal numbers."""
-    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx.f32 %0, %1;" : "=f"(r) : "f"({of})); '
+def _fast(kind: str, instruction: str, of: str = "a", result: str = "r", ftz: str = "") -> Record:
+    """A function of float32 by one approximate instruction. Without `ftz` it keeps denormal numbers, by three more."""
+    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx{ftz}.f32 %0, %1;" : "=f"(r) : "f"({of})); '
                                       f"return {result};")  # fmt: skip
 
 
@@ -101,7 +101,7 @@ FAST = (
     _fast("log", "lg2", result="r * 0.693147181f"),
     _fast("sqrt", "sqrt"),
     _fast("rsqrt", "rsqrt"),
-    _fast("reciprocal", "rcp"),
+    _fast("reciprocal", "rcp", ftz=".ftz"),
     _each(
         "sigmoid_fast",
         "a",
