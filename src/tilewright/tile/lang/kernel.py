@@ -173,25 +173,15 @@ class Kernel:
         return replace(view, sizes=tuple(s if i in asked else None for i, s in enumerate(view.sizes)))
 
 
+Static = Mapping[str, tuple[int, ...]] | None
+Pairs = Iterable[Iterable[str]]
+
+
 @overload
-def kernel(
-    function: Callable[..., Any],
-    /,
-    *,
-    static: Mapping[str, tuple[int, ...]] | None = None,
-    inplace: Iterable[Iterable[str]] = (),
-) -> Kernel: ...
+def kernel(function: Callable[..., Any], /, *, static: Static = None, inplace: Pairs = ()) -> Kernel: ...
 @overload
-def kernel(
-    *, static: Mapping[str, tuple[int, ...]] | None = None, inplace: Iterable[Iterable[str]] = ()
-) -> Callable[[Callable[..., Any]], Kernel]: ...
-def kernel(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    static: Mapping[str, tuple[int, ...]] | None = None,
-    inplace: Iterable[Iterable[str]] = (),
-) -> Any:
+def kernel(*, static: Static = None, inplace: Pairs = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(function: Callable[..., Any] | None = None, /, *, static: Static = None, inplace: Pairs = ()) -> Any:
     """Make a function of (t, arguments, fragments) a kernel. See `Kernel`."""
 
     def make(found: Callable[..., Any]) -> Kernel:
