@@ -1,5 +1,5 @@
-"""The tile compiler: one tile-level source for CPU (and later CUDA) C++. A library of its own: numpy and the standard
-library are all it needs.
+"""The tile compiler: one tile-level source for C++ on CPUs and CUDA C++ on GPUs. A library of its own: numpy and the
+standard library are all it needs.
 
     from tilewright import tile
 
