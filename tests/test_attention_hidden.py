@@ -263,6 +263,13 @@ def test_atens_kernel_for_cpus_refuses_few_keys(op: str) -> None:
         assert f"k: {sizes[1]} keys; takes 16 or more" in reasons_of(op, "cpu", sizes)
 
 
+def test_cudnn_has_no_gradient_of_one_query_and_one_key() -> None:
+    assert "cuDNN has no gradient of that" in reasons_of("attention_backward", "cudnn", (1, 1))
+    for sizes in ((1, 2), (2, 1)):
+        assert not reasons_of("attention_backward", "cudnn", sizes)
+    assert not reasons_of("attention", "cudnn", (1, 1))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_small_calls_find_no_kernel_wrong(causal: bool, device: str, caplog: pytest.LogCaptureFixture) -> None:
     """With a gradient too. What a kernel cannot take is refused; nothing is tried, found wrong and put away."""

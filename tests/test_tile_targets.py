@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,18 @@ def test_a_batch_size_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> 
     for name, before in made.items():
         for call, whole in zip(calls_of(name, (77, 1024)), before, strict=True):
             assert [a for a, _ in compiled(call)] == [a for a, _ in whole]
+
+
+@need_compiler
+@pytest.mark.parametrize("name", ["rms_norm", "gelu"])
+def test_a_kernel_for_aligned_rows_serves_no_others(name: str) -> None:
+    """Equal shapes whose strides or address allow fewer bytes at a time have another kernel, of narrower accesses."""
+    for call in calls_of(name, (64, 1000)):
+        whole = compiled(call)[0][0]
+        x = call.x
+        for stride, align in (((1003, 1), 2), (x.stride, 2), ((1008, 1), 8)):
+            bent = replace(call, tensors={**call.tensors, "x": replace(x, stride=stride, align=align)})
+            assert compiled(bent)[0][0].image != whole.image
 
 
 def _refuse(*_: Any) -> Any:

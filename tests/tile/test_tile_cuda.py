@@ -95,6 +95,13 @@ def test_the_text_says_what_was_proven() -> None:
     assert "load<u16v, 2>" in text and "load<u16v, 16>" not in text
 
 
+def test_tiles_that_wait_in_shared_memory_move_16_bytes_at_once() -> None:
+    waiting = cuda.text_of(_rows(_softmax, tile.bfloat16, 4096, "y"), Schedule(128, 1, 8, registers=0))[1].text
+    assert re.search(r"store<f32v, 16>\(s\d+ \+", waiting) and re.search(r"load<f32v, 16>\(s\d+ \+", waiting)
+    odd = cuda.text_of(_rows(_softmax, tile.bfloat16, 4095, "y"), Schedule(128, 1, 8, registers=0))[1].text
+    assert re.search(r"store_some<f32v, 16>\(s\d+ \+", odd)
+
+
 def test_a_view_that_another_may_overwrite_is_not_read_only() -> None:
     view = ViewType(F32, (None, 64), align=16)
     kernel = tile.kernel(_softmax, static={"x": (1,)})

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from tilewright.tile import TileError
-from tilewright.tile.layout.convert import Conversion, bank_conflicts, classify, lane_addresses
-from tilewright.tile.layout.linear import Layout, Span, blocked, flat, unflat
+from tilewright.tile.layout.convert import Conversion, classify
+from tilewright.tile.layout.linear import Layout, Span, blocked
 
 AXES = (("i", 4), ("j", 4))
 
@@ -74,19 +74,6 @@ def test_a_rule_by_single_bits_would_be_wrong() -> None:
     assert classify(source, target) == brute(source, target) == Conversion.SHARED
 
 
-def test_reshape_and_permute_move_nothing() -> None:
-    chance = random.Random(1)
-    for _ in range(200):
-        layout = random_layout(chance)
-        wide = layout.reshape({"k": 2, "l": 8})
-        turned = layout.permute((1, 0))
-        for place in places(layout):
-            element = layout.at(*place)
-            assert wide.at(*place) == element
-            i, j = unflat(element, (4, 4))
-            assert turned.at(*place) == flat((j, i), (4, 4))
-
-
 def test_owners_are_one_a_element_and_copies_are_all() -> None:
     chance = random.Random(2)
     for _ in range(300):
@@ -96,46 +83,12 @@ def test_owners_are_one_a_element_and_copies_are_all() -> None:
         assert len(places(layout)) == 16 << len(layout.copies())
 
 
-def test_reduction_bits_fold_each_element_once() -> None:
-    chance = random.Random(3)
-    tried = 0
-    while tried < 300:
-        layout = random_layout(chance)
-        axis = chance.randrange(2)
-        try:
-            bits = layout.reduction_bits(axis)
-        except TileError:
-            assert any(all(unflat(c, (4, 4))) for c in layout.columns)
-            continue
-        tried += 1
-        reached = []
-        for chosen in itertools.product(*(itertools.product((0, 1), repeat=len(b)) for b in bits)):
-            place = [
-                sum(on << i for on, i in zip(ons, which, strict=True)) for ons, which in zip(chosen, bits, strict=True)
-            ]
-            reached.append(unflat(layout.at(*place), (4, 4))[axis])
-        assert sorted(reached) == [0, 1, 2, 3]
-        result = layout.reduce(axis)
-        assert result.axes == (AXES[1 - axis],)
-        for place in places(layout):
-            assert result.at(*place) == unflat(layout.at(*place), (4, 4))[1 - axis]
-
-
 def test_the_usual_layout() -> None:
     row = blocked({"n": 4096}, vector=8, lanes=32, warps=8)
     assert row.reg == (1, 2, 4, 2048) and row.lane == (8, 16, 32, 64, 128) and row.warp == (256, 512, 1024)
-    assert row.vector_run(0) == 8 and not row.copies()
+    assert not row.copies()
     short = blocked({"n": 64}, vector=8, lanes=32, warps=8)
     assert len(short.copies()) == 5 and classify(row, row) == Conversion.NOOP
-    assert blocked({"i": 2, "j": 4}, 8, 1, 1).vector_run(1) == 4
-
-
-def test_bank_conflicts_are_counted() -> None:
-    table = Layout((), (1, 2, 4, 8, 16), (), (("j", 32),))
-    assert bank_conflicts(lane_addresses(table), 4) == 1
-    column = Layout((1, 2, 4, 8, 16), (32, 64, 128, 256, 512), (), (("i", 32), ("j", 32)))
-    assert bank_conflicts(lane_addresses(column), 4) == 32
-    assert bank_conflicts([i * 33 for i in range(32)], 4) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,7 +98,6 @@ def test_bank_conflicts_are_counted() -> None:
         (lambda: Layout((4,), (), (), (("i", 4),)), "outside"),
         (lambda: Layout((1, 1), (), (), (("i", 4),)), "no place"),
         (lambda: classify(blocked({"i": 4}, 1, 4, 1), blocked({"i": 8}, 1, 4, 1)), "does not become"),
-        (lambda: Layout((5, 4), (1, 2, 8), (), AXES).reduction_bits(0), "at once"),
     ],
 )
 def test_what_is_no_layout_is_refused(build: object, says: str) -> None:

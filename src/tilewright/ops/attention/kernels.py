@@ -35,6 +35,12 @@ def _many_queries(call: Call) -> Iterable[Reason]:
         yield Reason("q", f"{queries} queries; takes {TILE // 2} and more", "use the one without label")
 
 
+def _pairs(call: Call) -> Iterable[Reason]:
+    """cuDNN's own words: s_q = s_kv = 1 is not supported."""
+    if call.q.shape[1] == call.k.shape[1] == 1:
+        yield Reason("q", "1 query and 1 key; cuDNN has no gradient of that", "use another backend")
+
+
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
@@ -53,7 +59,7 @@ VENDOR_KERNELS = [
     )
     for place, label, suffix, device, dtypes, deterministic, limits in (
         (10, "cudnn", "", cuda(90), HALVES, True, (vendor.head_dims(256), *_CUDNN)),
-        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half)),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half, _pairs)),
         (11, "flash", "", cuda(80), HALVES, True, _FLASH),
         (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half)),
         (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from tilewright.tile.ir.tile_ir import Dim, Most, Node, Program, static_size
+from tilewright.tile.ir.tile_ir import Most, Node, Program, static_size
 
 Bound = int | None
-WIDEST = 16
-"""Bytes of the widest access to ask for."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +78,6 @@ class Known:
         high = None if self.high is None or other.high is None else max(self.high, other.high)
         return Known(gcd(self.divisor, other.divisor), low, high)
 
-    def widen(self, other: Known) -> Known:
-        """A join that ends: a bound that moves is given up, so loops come to rest after two rounds."""
-        joined = self.join(other)
-        return Known(
-            joined.divisor,
-            self.low if joined.low == self.low else None,
-            self.high if joined.high == self.high else None,
-        )
-
     def least(self, other: Known) -> Known:
         """Of the smaller of two."""
         joined = self.join(other)
@@ -108,24 +97,6 @@ def constant(value: int) -> Known:
     return Known(abs(value), value, value)
 
 
-def vector_elements(itemsize: int, pointer: int, offset: Known, run: int, bound: Known | None = None) -> int:
-    """How many neighbours one aligned access may move: a power of two, 1 at least.
-
-    Args:
-        pointer: what the address of the tensor is a multiple of, in bytes.
-        offset: of the first element, in elements.
-        run: neighbours that one thread has.
-        bound: where elements from some index on are masked off, that index: a mask must not split an access.
-    """
-    width = 1
-    while 2 * width * itemsize <= WIDEST and run % (2 * width) == 0:
-        aligned = pointer % (2 * width * itemsize) == 0 and offset.divisor % (2 * width) == 0
-        if not aligned or (bound is not None and bound.divisor % (2 * width)):
-            break
-        width *= 2
-    return width
-
-
 class Facts:
     """What is known of the integers of a program. An index or a cell of a loop is known by its bounds alone."""
 
@@ -138,7 +109,7 @@ class Facts:
         waiting = [node]
         while waiting:
             top = waiting[-1]
-            needs = [*top.args, *(a.limit for a in top.shape if isinstance(a, Dim))] if top.op in _THROUGH else []
+            needs = [*top.args, *top.limits] if top.op in _THROUGH else []
             missing = [n for n in needs if n not in self._found]
             if top in self._found or not missing:
                 waiting.pop()

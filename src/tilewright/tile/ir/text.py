@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, Shape
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
 
 
 def program_text(program: Program, *, lines: bool = False) -> str:
@@ -24,7 +24,7 @@ class _Printer:
         for name, view in program.views.items():
             sizes = ", ".join("?" if s is None else str(s) for s in view.sizes)
             kind = "" if view.unit else " strided"
-            self.out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels}")
+            self.out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels} align={view.align}")
         self.out += [f"scalar {name}: {dtype}" for name, dtype in program.scalars.items()]
         self.out += sorted("inplace " + " ".join(sorted(pair)) for pair in program.inplace)
         self.region(program.body, 0)
@@ -43,7 +43,7 @@ class _Printer:
             if top in self.numbers:
                 waiting.pop()
                 continue
-            missing = [a for a in (*top.args, *_limits(top.shape)) if a not in self.numbers]
+            missing = [a for a in (*top.args, *top.limits) if a not in self.numbers]
             if missing:
                 waiting.extend(reversed(missing))
                 continue
@@ -57,10 +57,6 @@ class _Printer:
         where = f"  # {node.line}" if self.lines else ""
         shape = ", ".join(f"%{self.numbers[a.limit]}<={a.most}" if isinstance(a, Dim) else str(a) for a in node.shape)
         return f"%{self.numbers[node]} = {node.op}{attrs} {args} : {node.dtype}[{shape}]{where}"
-
-
-def _limits(shape: Shape) -> list[Node]:
-    return [a.limit for a in shape if isinstance(a, Dim)]
 
 
 def _plain(value: object) -> str:

@@ -29,26 +29,10 @@ class Dim:
 Axis = int | Dim
 Shape = tuple[Axis, ...]
 
-PURE = frozenset(
-    [
-        "program_id",
-        "num_programs",
-        "size",
-        "argument",
-        "const",
-        "arange",
-        "unary",
-        "binary",
-        "fma",
-        "where",
-        "cast",
-        "bitcast",
-        "broadcast",
-        "reshape",
-        "reduce",
-        "random",
-    ]
-)
+PURE = frozenset((
+    "program_id", "num_programs", "size", "argument", "const", "arange", "unary", "binary", "fma", "where", "cast",
+    "bitcast", "broadcast", "reshape", "reduce", "random",
+))  # fmt: skip
 VALUE_EFFECTS = frozenset(("load", "get"))
 EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "print", "index"}
 
@@ -102,6 +86,11 @@ class Node:
     region: Region
     line: Line
     id: int
+
+    @property
+    def limits(self) -> list[Node]:
+        """What says at run time how many elements its axes have."""
+        return [a.limit for a in self.shape if isinstance(a, Dim)]
 
     @property
     def scalar(self) -> bool:

@@ -16,7 +16,6 @@ from tilewright.tile.ir.tile_ir import (
     Dim,
     Node,
     Program,
-    Region,
     broadcast_shapes,
     result_dtype,
     static_size,
@@ -39,7 +38,7 @@ def reachable(program: Program) -> Iterator[Node]:
         waiting = [effect]
         while waiting:
             top = waiting[-1]
-            missing = [] if top in seen else [a for a in (*top.args, *limits(top)) if a not in seen]
+            missing = [] if top in seen else [a for a in (*top.args, *top.limits) if a not in seen]
             if missing:
                 waiting.extend(missing)
                 continue
@@ -47,10 +46,6 @@ def reachable(program: Program) -> Iterator[Node]:
             if top not in seen:
                 seen.add(top)
                 yield top
-
-
-def limits(node: Node) -> list[Node]:
-    return [a.limit for a in node.shape if isinstance(a, Dim)]
 
 
 def known_op(program: Program, node: Node) -> str:
@@ -102,14 +97,14 @@ def kinds_exist(program: Program, node: Node) -> str:
 
 def regions_hold(program: Program, node: Node) -> str:
     """No use across a closed region: what a node uses lives where the node lives or further out."""
-    for arg in (*node.args, *limits(node)):
+    for arg in (*node.args, *node.limits):
         if not node.region.within(arg.region):
             return f"uses %{arg.id} of another region, made at {arg.line}"
     return ""
 
 
 def bounds_are_scalars(program: Program, node: Node) -> str:
-    wanted = node.args if node.op == "loop" else limits(node)
+    wanted = node.args if node.op == "loop" else node.limits
     if any(a.shape or a.dtype != dtypes.int64 for a in wanted):
         return "a bound is no int64 scalar"
     if node.op in ("when", "check") and (node.args[0].shape or node.args[0].dtype != dtypes.boolean):
@@ -161,11 +156,3 @@ def _elements(node: Node) -> int:
     for axis in node.shape:
         count *= static_size(axis)
     return count
-
-
-def regions(body: Region) -> Iterator[Region]:
-    """A region and all inside it."""
-    yield body
-    for effect in body.effects:
-        if "body" in effect.attrs:
-            yield from regions(effect.attrs["body"])

@@ -1,4 +1,4 @@
-"""What it costs to go from one layout to another, and how a pattern of accesses meets the banks of shared memory."""
+"""What it costs to go from one layout to another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from tilewright.tile.errors import TileError
-from tilewright.tile.layout.linear import Layout, Span, combined
+from tilewright.tile.layout.linear import Layout, Span
 
 
 class Conversion(IntEnum):
@@ -62,19 +62,3 @@ def _pairs(a: Sequence[int], b: Sequence[int]) -> list[tuple[int, int]]:
     """Columns side by side; a missing one is a copy."""
     count = max(len(a), len(b))
     return list(zip((*a, *[0] * (count - len(a))), (*b, *[0] * (count - len(b))), strict=True))
-
-
-def bank_conflicts(addresses: Sequence[int], itemsize: int, banks: int = 32, width: int = 4) -> int:
-    """How many rounds one access of a warp takes: the most different words in one bank. `addresses`: by lane, in
-    elements."""
-    words: dict[int, set[int]] = {}
-    for address in addresses:
-        word = address * itemsize // width
-        words.setdefault(word % banks, set()).add(word)
-    return max(map(len, words.values()), default=1)
-
-
-def lane_addresses(layout: Layout, reg: int = 0, warp: int = 0) -> list[int]:
-    """The flat elements that the lanes of a warp touch at once, for `bank_conflicts`."""
-    base = layout.at(reg=reg, warp=warp)
-    return [base ^ combined(layout.lane, lane) for lane in range(1 << len(layout.lane))]

@@ -1,8 +1,8 @@
 """Layouts: linear maps over GF(2) from a place (register, lane, warp) to an element of a tile.
 
 Extents are powers of two, so places and coordinates are bit strings; bit i of the lane number contributes the column
-`lane[i]`, and contributions combine by XOR. `reshape` and `permute` relabel and cost nothing. What a conversion costs
-is in `convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
+`lane[i]`, and contributions combine by XOR. What it costs to go from one to another is in
+`convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ class Span:
 
     def __contains__(self, vector: int) -> bool:
         return self.reduced(vector)[0] == 0
-
-    def solve(self, vector: int) -> int | None:
-        """Columns, as a bit mask, that combine to `vector`; None where none do."""
-        rest, made_of = self.reduced(vector)
-        return None if rest else made_of
 
     @property
     def rank(self) -> int:
@@ -86,35 +81,15 @@ class Layout:
         return combined(self.reg, reg) ^ combined(self.lane, lane) ^ combined(self.warp, warp)
 
     def coordinate(self, flat: int) -> Coordinate:
-        return unflat(flat, self.extents)
+        found = []
+        for extent in reversed(self.extents):
+            flat, value = divmod(flat, extent)
+            found.append(value)
+        return tuple(reversed(found))
 
     @property
     def extents(self) -> tuple[int, ...]:
         return tuple(extent for _, extent in self.axes)
-
-    # Free -----------------------------------------------------------------------------------------------------------
-
-    def reshape(self, axes: Mapping[str, int]) -> Layout:
-        """The same places under other axes of as many elements."""
-        return Layout(self.reg, self.lane, self.warp, tuple(axes.items()))
-
-    def permute(self, order: Sequence[int]) -> Layout:
-        """The same places, with the axes in another order."""
-        return self._on(order)
-
-    def reduce(self, axis: int) -> Layout:
-        """The layout of a reduction's result: what counted along the axis now counts copies."""
-        return self._on([i for i in range(len(self.axes)) if i != axis])
-
-    def _on(self, order: Sequence[int]) -> Layout:
-        axes = tuple(self.axes[i] for i in order)
-        extents = tuple(extent for _, extent in axes)
-
-        def moved(columns: tuple[int, ...]) -> tuple[int, ...]:
-            coordinates = (self.coordinate(c) for c in columns)
-            return tuple(flat(tuple(c[i] for i in order), extents) for c in coordinates)
-
-        return Layout(moved(self.reg), moved(self.lane), moved(self.warp), axes)
 
     def plot(self, path: str | Path = "", title: str = "") -> str:
         """A picture of it as SVG text (see `plot.svg`), written to a file where a path is given."""
@@ -126,16 +101,6 @@ class Layout:
         return text
 
     # Questions ------------------------------------------------------------------------------------------------------
-
-    def vector_run(self, axis: int) -> int:
-        """How many neighbours along an axis one thread holds in its first registers, in order and aligned."""
-        stride = math.prod(self.extents[axis + 1 :])
-        run = 1
-        for column in self.reg:
-            if column != run * stride or run * 2 > self.extents[axis]:
-                break
-            run *= 2
-        return run
 
     def copies(self) -> list[int]:
         """Sets of place bits (registers lowest, then lanes, then warps) that change the place and not the element. One
@@ -150,28 +115,6 @@ class Layout:
             least = min(least, least ^ mask)
         return least == place
 
-    def reduction_bits(self, axis: int) -> tuple[list[int], list[int], list[int]]:
-        """(registers, lanes, warps): bits to fold so that each element of the axis counts once, and no copy does.
-
-        Raises:
-            TileError: a bit moves along this axis and another at once; convert first.
-        """
-        kept: list[tuple[int, int, int]] = []
-        for place, columns in enumerate((self.reg, self.lane, self.warp)):
-            for i, column in enumerate(columns):
-                parts = self.coordinate(column)
-                if parts[axis] and any(p for k, p in enumerate(parts) if k != axis):
-                    raise TileError(f"a bit moves along axis {axis} and others at once: convert before reducing")
-                if parts[axis]:
-                    kept.append((place, i, parts[axis]))
-        chosen: tuple[list[int], list[int], list[int]] = ([], [], [])
-        known: list[int] = []
-        for place, i, step in kept:
-            if step not in Span(known):
-                known.append(step)
-                chosen[place].append(i)
-        return chosen
-
 
 def combined(columns: Sequence[int], number: int) -> int:
     """The XOR of the columns whose bits are set."""
@@ -179,21 +122,6 @@ def combined(columns: Sequence[int], number: int) -> int:
     for i, column in enumerate(columns):
         total ^= column if number >> i & 1 else 0
     return total
-
-
-def flat(coordinate: Coordinate, extents: Sequence[int]) -> int:
-    total = 0
-    for value, extent in zip(coordinate, extents, strict=True):
-        total = total * extent + value
-    return total
-
-
-def unflat(number: int, extents: Sequence[int]) -> Coordinate:
-    found = []
-    for extent in reversed(extents):
-        number, value = divmod(number, extent)
-        found.append(value)
-    return tuple(reversed(found))
 
 
 def _echelon(vectors: Iterable[int]) -> list[int]:

@@ -8,11 +8,12 @@ that is cheap, else it waits in a scratch array. Statements are made elsewhere: 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tilewright.tile import dtypes
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, Shape
+from tilewright.tile.ir.tile_ir import Node, Program, Region, Shape
+from tilewright.tile.ir.tile_verify import reachable
 
 CHEAP = 3
 """Recompute a tile that costs at most this many operations: a load, a widening and one more."""
@@ -263,7 +264,7 @@ def cost_of(node: Node) -> int:
 def cone(root: Node) -> Iterator[Node]:
     """The nodes that an item depends on, up to loads, reductions and cells, which it includes."""
     seen: set[Node] = set()
-    waiting = [*root.args, *_limits(root)]
+    waiting = [*root.args, *root.limits]
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -272,11 +273,7 @@ def cone(root: Node) -> Iterator[Node]:
         yield node
         if node.op not in ("load", "get", "index") and not folds(node):
             waiting.extend(node.args)
-            waiting.extend(_limits(node))
-
-
-def _limits(node: Node) -> Iterable[Node]:
-    return (a.limit for a in node.shape if isinstance(a, Dim))
+            waiting.extend(node.limits)
 
 
 def _cell(node: Node) -> int:
@@ -286,18 +283,9 @@ def _cell(node: Node) -> int:
 def _reduces(program: Program) -> dict[Region, list[Node]]:
     """Every reduction that an effect needs, by the region that it belongs to."""
     found: dict[Region, list[Node]] = {}
-    seen: set[Node] = set()
-    for effect in program.effects():
-        waiting: list[Node] = [effect]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if folds(node):
-                found.setdefault(node.region, []).append(node)
-            waiting.extend(node.args)
-            waiting.extend(_limits(node))
+    for node in reachable(program):
+        if folds(node):
+            found.setdefault(node.region, []).append(node)
     return found
 
 

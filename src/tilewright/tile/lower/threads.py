@@ -79,7 +79,7 @@ class Threads(Lowering):
         if isinstance(statement, Let) and statement.type == COUNT and statement.op in ("add", "sub", "mul"):
             found = [self.divisor(a) for a in statement.args]
             self.divisors[statement.name] = found[0] * found[1] if statement.op == "mul" else integers.gcd(*found)
-        elif isinstance(statement, (Load, Store)) and statement.memory.startswith("p_"):
+        elif isinstance(statement, (Load, Store)) and statement.type.lanes > 1 and not statement.scattered:
             statement = self._proven(statement)
         super().put(depth, statement)
 
@@ -93,15 +93,14 @@ class Threads(Lowering):
         return self.divisors.get(str(operand), 1)
 
     def _proven(self, access: Load | Store) -> Load | Store:
-        name = access.memory[2:]
-        view = self.program.views[name]
-        if access.scattered or access.type.lanes == 1:
-            return access
-        layout = self.layout if self._one_place(name) else None
+        """An access of a vector, with what is known of its address: shared arrays begin at multiples of 16 bytes."""
+        layout, begin, item = access.layout, WIDEST, access.type.dtype.itemsize
+        if access.memory.startswith("p_"):
+            name = access.memory.removeprefix("p_")
+            layout, begin = self.layout if self._one_place(name) else None, self.program.views[name].align or item
         if access.stride != 1:
             return replace(access, layout=layout)
-        item = view.dtype.itemsize
-        found = integers.gcd(view.align or item, self.divisor(access.index) * item, WIDEST, self.lanes * item)
+        found = integers.gcd(begin, self.divisor(access.index) * item, WIDEST, self.lanes * item)
         return replace(access, layout=layout, align=max(found, item))
 
     def _one_place(self, name: str) -> bool:

@@ -253,8 +253,9 @@ class _Machine:
     def aligned(self, s: Load | Store, memory: Memory, index: Array, active: Array) -> None:
         if not s.align or s.scattered:
             return
-        base = 0 if memory.array else memory.raw.ctypes.data
-        first = (index[:, :1] + memory.start + (memory.first if memory.array else 0)) * memory.dtype.itemsize + base
+        item = memory.dtype.itemsize
+        base = memory.first // memory.size * item if memory.array else memory.raw.ctypes.data
+        first = (index[:, :1] + memory.start) * item + base
         if (active & (first % s.align != 0)).any():
             raise RunError(f"{s.memory}: an address is no multiple of {s.align} bytes", s.line)
 

@@ -7,7 +7,7 @@ of output memory that nobody wrote.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,20 +192,13 @@ class _Machine:
             if top in frame:
                 waiting.pop()
                 continue
-            missing = [a for a in self._needs(top) if a not in self.frames[a.region]]
+            missing = [a for a in (*top.args, *top.limits) if a not in self.frames[a.region]]
             if missing:
                 waiting.extend(missing)
                 continue
             waiting.pop()
             frame[top] = self.compute(top, [self.frames[a.region][a] for a in top.args])
         return self.frames[node.region][node]
-
-    @staticmethod
-    def _needs(node: Node) -> Iterator[Node]:
-        yield from node.args
-        for axis in node.shape:
-            if isinstance(axis, Dim):
-                yield axis.limit
 
     def compute(self, node: Node, args: list[Array]) -> Array:
         a, op = node.attrs, node.op

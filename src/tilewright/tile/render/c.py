@@ -21,6 +21,7 @@ from tilewright.tile.ir.thread_ir import (
     Store,
     Type,
 )
+from tilewright.tile.ir.tile_ir import COMPARISONS
 
 SCALARS = {
     "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
@@ -31,7 +32,10 @@ INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "quot": "/", "rem": "%",
 }  # fmt: skip
-COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
+CALLS = {
+    "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div",
+    "mod": "floor_mod", "mulhi": "mulhi", "philox": "philox",
+}  # fmt: skip
 
 
 def c_type(type: Type) -> str:
@@ -124,17 +128,9 @@ def expression(s: Let) -> str:
         return f"-{args[0]}"
     if s.op == "not":
         return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
-    names = {
-        "abs": "abs_of",
-        "sqrt": "sqrt_of",
-        "fma": "fma_of",
-        "ldexp": "ldexp_of",
-        "floordiv": "floor_div",
-        "mod": "floor_mod",
-    }
-    if s.op in names or s.op in ("mulhi", "philox"):
+    if s.op in CALLS:
         typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
-        return f"{names.get(s.op, s.op)}{typed}({', '.join(args)})"
+        return f"{CALLS[s.op]}{typed}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 

@@ -10,12 +10,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from tilewright.tile.errors import LowerError
 from tilewright.tile.instr import nvidia
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Function, Parameter
 from tilewright.tile.render.c import SCALARS, element, statements
-from tilewright.tile.sync.shared import SHARED_BYTES
 
 GRID = ("grid0", "grid1", "grid2")
 
@@ -33,16 +31,9 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
     """The CUDA C++ of a kernel whose barriers are placed.
 
     Args:
-        offsets: where in the instance's shared memory each array lies; in all it has `shared` bytes.
+        offsets: where in the instance's shared memory each array lies; in all it has `shared` bytes, which 16 divides.
         where: name the author's lines in comments.
-
-    Raises:
-        LowerError: the block needs more shared memory than there is.
     """
-    apart = -(-shared // 16) * 16
-    total = apart * function.instances
-    if total > SHARED_BYTES:
-        raise LowerError(f"{function.name} needs {total} bytes of shared memory; a block has {SHARED_BYTES}")
     body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
     shape = f"{function.threads} {function.instances}"
@@ -55,8 +46,8 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
     parts.append(f"{symbol}({', '.join([*given, *(f'const i64 {g}' for g in GRID)])}) {{")
     wrapped = [p for p in arguments(function) if p.kind == "pointer" and p.of in function.read_only]
     parts += [f"  const ReadOnly<{_element(p)}> {p.name} = {{{p.name}_}};" for p in wrapped]
-    parts += [*_places(function), *_arrays(function, offsets, apart), body, "}", ""]
-    return Source("\n".join(parts), symbol, total)
+    parts += [*_places(function), *_arrays(function, offsets, shared), body, "}", ""]
+    return Source("\n".join(parts), symbol, shared * function.instances)
 
 
 def arguments(function: Function) -> list[Parameter]:

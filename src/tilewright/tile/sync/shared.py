@@ -26,7 +26,8 @@ PLAIN = 49152
 
 @dataclass(frozen=True)
 class Arena:
-    """`offsets`: bytes from the start of an instance's shared memory, by array; `size`: bytes of an instance."""
+    """`offsets`: bytes from the start of an instance's shared memory, by array; `size`: bytes of an instance. All are
+    multiples of ALIGNMENT."""
 
     offsets: dict[str, int]
     size: int
