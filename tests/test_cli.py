@@ -258,3 +258,5 @@ def test_explain_says_what_the_tile_compiler_makes_of_a_kernel(capsys: pytest.Ca
     _, facts, _ = run(capsys, *words, "--compiled", "--json")
     (said,) = json.loads(facts)["compiled"].items()
     assert said[0] == "rms_norm/tile" and said[1] in out
+    _, there, _ = run(capsys, "explain", "rms_norm", "--device", "sm_90", "--backend", "tile", "--compiled")
+    assert "threads       " in there and "us for 8192 instances on an NVIDIA H200, limited by bytes" in there

@@ -25,7 +25,8 @@ from tilewright.core import artifacts
 from tilewright.core.backend import Artifact, Backend, Buffers, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
-from tilewright.core.launch import Launch, Scratch, scratches
+from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config, Launch, Scratch, launches_of, scratches
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
 from tilewright.tile.errors import LowerError
@@ -87,11 +88,15 @@ class TileBackend(Backend):
     def compile(self, launch: Launch, device: Device) -> Artifact:
         return for_gpu(launch, device, {})[0]
 
-    def explain(self, launches: Sequence[Launch], call: Call) -> str:
+    def explain(self, kernel: Kernel, config: Config, call: Call) -> str:
+        launches = launches_of(kernel.load()(call, config))
         if not call.device.sm:
             return "\n\n".join(explained(_traced(launch, call.aliased, exact=False)[0]) for launch in launches)
-        made = [_planned(launch, call.device, call.aliased) for launch in launches]
-        return "\n\n".join(explained(program, gpu=arch, schedule=schedule) for program, schedule, arch in made)
+        said = []
+        for launch in launches:
+            program, schedule, arch = _planned(launch, call.device, call.aliased)
+            said.append(explained(program, gpu=arch, schedule=schedule, instances=math.prod(launch.grid)))
+        return "\n\n".join(said)
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
         if call.device.sm:

@@ -85,13 +85,9 @@ def make_call(
 def _compiled(found: Any) -> dict[str, str]:
     """What compilers say of the kernels that fit, by kernel."""
     from tilewright.core import registry
-    from tilewright.core.launch import launches_of
 
-    said = {}
-    for one in found.candidates:
-        backend = registry.backend(one.kernel.backend)
-        if one.fits and backend.launches and one.config is not None:
-            said[one.kernel.name] = backend.explain(launches_of(one.kernel.load()(found.call, one.config)), found.call)
+    fitting = [c for c in found.candidates if c.fits and c.config is not None]
+    said = {c.kernel.name: registry.backend(c.backend).explain(c.kernel, c.config, found.call) for c in fitting}
     return {name: text for name, text in said.items() if text}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tilewright.core.call import Call
 from tilewright.core.device import Device
-from tilewright.core.launch import Launch
+from tilewright.core.launch import Config, Launch
 from tilewright.core.reason import Reason
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class Backend(ABC):
         """Compile one launch for `device`, from the artifact cache where it was compiled before. Needs no GPU."""
         raise NotImplementedError(f"{self.name} compiles no launches")
 
-    def explain(self, launches: Sequence[Launch], call: Call) -> str:
-        """What its compiler makes of `launches`, in words, for whoever wonders why they are slow; "" where it says
-        nothing. Needs no GPU."""
+    def explain(self, kernel: Kernel, config: Config, call: Call) -> str:
+        """What its compiler makes of a kernel, in words, for whoever wonders why it is slow; "" where it says nothing.
+        Needs no GPU."""
         return ""
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
