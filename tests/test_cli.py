@@ -125,7 +125,8 @@ def test_explain_as_json_with_options(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(out)
     vendor = next(c for c in found["candidates"] if c["backend"].startswith("vendor"))
     assert not vendor["fits"] and "weight_offset" in " ".join(vendor["reasons"])
-    assert found["op"] == "rms_norm" and found["chosen"] is not None
+    assert found["op"] == "rms_norm" and found["chosen"] in [c["kernel"] for c in found["candidates"]]
+    assert vendor["kernel"] == "rms_norm/vendor/aten"
 
 
 def test_explain_takes_the_first_workload_unless_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,8 @@ def _compiled(found: Any) -> dict[str, str]:
 def _facts(found: Any) -> dict[str, Any]:
     candidates = [
         {
-            "backend": c.kernel.backend + (f"/{c.kernel.label}" if c.kernel.label else ""),
+            "backend": c.kernel.backend,
+            "kernel": c.kernel.name,
             "config": str(c.config or ""),
             "fits": c.fits,
             "reasons": [str(reason) for reason in c.reasons],
@@ -113,7 +114,7 @@ def _facts(found: Any) -> dict[str, Any]:
         "op": found.call.form,
         "device": str(found.call.device),
         "call_class": found.call_class,
-        "chosen": found.chosen.kernel.backend if found.chosen else None,
+        "chosen": found.chosen.kernel.name if found.chosen else None,
         "why": found.why,
         "candidates": candidates,
         "notes": found.notes,
