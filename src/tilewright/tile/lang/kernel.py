@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
@@ -83,6 +83,10 @@ class Kernel:
         if Kernel.on is None:
             raise TypeError("no runtime is loaded: import tilewright.tile")
         return Kernel.on(self, grid)
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Refused: a kernel is no function of tensors."""
+        raise TypeError(f"{self.name} runs on a grid of instances: {self.name}[(n,)](...)")
 
     @property
     def name(self) -> str:
