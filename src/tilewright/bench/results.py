@@ -41,7 +41,7 @@ class Row:
     peer_us: float | None = None
     ratio_ci: list[float] | None = None
     kernel: str = ""
-    """Its name, as `tilewright ops` has it: several may be of one backend."""
+    """Its name, as `tilewright ops` has it: several may be of one backend. For tables; not part of the JSON."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -51,7 +51,6 @@ class Row:
             "shape": self.shape,
             "dtype": self.dtype,
             "backend": self.backend,
-            "kernel": self.kernel,
             "config": self.config,
             "cache": self.cache,
             "bytes": self.bytes,
