@@ -225,7 +225,7 @@ def _keep_times(rows: Sequence[Any], device: Any) -> None:
         dtype = {str(d).removeprefix("torch."): d for d in DTYPES}[row.dtype]
         problem = problems([row.op], shapes=[tuple(row.shape)], dtypes=[dtype], passes=[row.pass_name], device=where)[0]
         name = problem.op.name
-        kernel = next(k for k in registry.kernels_of(name) if (k.backend, k.label) == (row.backend, row.label))
+        kernel = next(k for k in registry.kernels_of(name) if k.name == row.kernel)
         config = Config(**{word.partition("=")[0]: int(word.partition("=")[2]) for word in row.config.split()})
         call = problem.call(problem.inputs(0))
         op, forms = problem.op, [call]

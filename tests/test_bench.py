@@ -30,8 +30,8 @@ from tilewright.core.kernel import Kernel
 CPU = torch.device("cpu")
 M, C = 16, 64
 KEYS = [
-    "op", "pass", "workload", "shape", "dtype", "backend", "config", "cache", "bytes", "kernel_us", "iqr_us", "call_us",
-    "sol", "verified", "peer", "peer_us", "ratio_ci",
+    "op", "pass", "workload", "shape", "dtype", "backend", "kernel", "config", "cache", "bytes", "kernel_us", "iqr_us",
+    "call_us", "sol", "verified", "peer", "peer_us", "ratio_ci",
 ]  # fmt: skip
 
 

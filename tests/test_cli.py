@@ -125,7 +125,20 @@ def test_explain_as_json_with_options(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(out)
     vendor = next(c for c in found["candidates"] if c["backend"].startswith("vendor"))
     assert not vendor["fits"] and "weight_offset" in " ".join(vendor["reasons"])
-    assert found["op"] == "rms_norm" and found["chosen"] is not None
+    assert found["op"] == "rms_norm" and found["chosen"] in [c["kernel"] for c in found["candidates"]]
+    assert vendor["kernel"] == "rms_norm/vendor/aten"
+
+
+def test_explain_takes_the_first_workload_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not rows by columns alone, which say nothing of heads: once `attention` had 8192 batches of 40 queries."""
+    code, out, _ = run(capsys, "explain", "attention", "--device", "sm_90")
+    assert code == 0 and "q bf16[1, 8192, 32, 128], k bf16[1, 8192, 8, 128]" in out
+    code, out, _ = run(capsys, "explain", "bce_with_logits", "--device", "sm_90")
+    assert code == 0 and "logits fp32[4096, 4096]" in out
+    code, out, _ = run(capsys, "explain", "bce_with_logits", "--device", "sm_90", "--dtype", "bf16")
+    assert code == 0 and "logits bf16[4096, 4096]" in out
+    code, out, _ = run(capsys, "explain", "top_k_top_p_sample", "--device", "sm_90", "--option", "top_p=1.0", "--json")
+    assert code == 0 and json.loads(out)["candidates"]
 
 
 def test_every_op_explains_its_default_call(capsys: pytest.CaptureFixture[str]) -> None:

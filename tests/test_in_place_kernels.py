@@ -20,6 +20,7 @@ from tilewright.core import registry
 from tilewright.core.device import target_device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config, stages_of
+from tilewright.tile.lang.kernel import Kernel as TileKernel
 from tilewright.tune.classes import call_of as tuned_call
 from tilewright.verify.cases import Case, build, make_inputs
 from tilewright.verify.check import check, truth_of
@@ -35,6 +36,16 @@ def registered(kernel: Kernel) -> Iterator[None]:
         yield
     finally:
         registry.remove_kernel(kernel)
+
+
+def test_what_torch_compiles_gives_the_same_bits_in_place(device: str) -> None:
+    """Many rows: compiled to overwrite its input, one element in 500,000 came out otherwise on an AVX512 machine."""
+    x = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    w = torch.randn(512, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    with tw.use(check="never"):
+        wanted = tw.rms_norm(x, w, backend="inductor")
+        found = tw.rms_norm_(x, w, backend="inductor")
+    assert found is x and torch.equal(found, wanted)
 
 
 def test_a_kernel_that_does_not_declare_it_is_refused_with_a_reason(device: str) -> None:
@@ -84,11 +95,18 @@ def test_the_same_launches_serve_both(form: Any, shape: tuple[int, ...]) -> None
         for config in kernel.configs_for(plain):
             pairs = zip(*(stages_of(kernel.load()(call, config)) for call in (plain, over)), strict=True)
             for one, two in pairs:
-                assert (one.function, one.grid, one.args) == (two.function, two.grid, two.args)
+                assert (_told(one.function), one.grid, one.args) == (_told(two.function), two.grid, two.args)
                 assert (one.constants, one.options) == (two.constants, two.options)
         assert kernel.configs_for(plain) == kernel.configs_for(over)
         found.append(kernel.backend)
     assert "triton" in found
+
+
+def _told(function: Any) -> Any:
+    """What a launched function is. A tile kernel is bound to its fragments anew in each launch."""
+    if not isinstance(function, TileKernel):
+        return function
+    return function.function, function.static, {n: (f.function, f.bound) for n, f in function.fragments.items()}
 
 
 def test_a_limit_may_refuse_the_form_alone() -> None:

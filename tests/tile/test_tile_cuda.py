@@ -187,3 +187,5 @@ def test_explain_lists_what_was_decided_for_a_gpu() -> None:
     assert re.search(r"access +load x \(.*\): 16 bytes at once", said) and "barrier       block" in said
     assert re.search(r"shared +64 bytes a block, in 2 arrays\n", said), said
     assert re.search(r"registers +[1-9]\d* a thread, 0 bytes spilled, 0 of stack", said)
+    with pytest.raises(LowerError, match="'h100' is no architecture; needs one such as sm_90"):
+        tile.explain(kernel, {"x": view, "y": view}, gpu="h100")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tilewright.tile import TileError
-from tilewright.tile.layout.convert import Conversion, classify
+from tilewright.tile.layout.convert import scope
 from tilewright.tile.layout.linear import Layout, Span, blocked
 
 AXES = (("i", 4), ("j", 4))
@@ -29,32 +29,23 @@ def places(layout: Layout) -> list[tuple[int, int, int]]:
     return list(itertools.product(*(range(1 << len(c)) for c in (layout.reg, layout.lane, layout.warp))))
 
 
-def brute(source: Layout, target: Layout) -> Conversion:
-    """The least conversion, found by looking where each thread's elements are."""
-    where: dict[int, set[tuple[int, int, int]]] = {}
-    for place in places(source):
-        where.setdefault(source.at(*place), set()).add(place)
-    if all(place in where[target.at(*place)] for place in places(target)):
-        return Conversion.NOOP
-    threads = set(itertools.product(range(4), range(4)))
-    registers: dict[tuple[int, int], list[set[int]]] = {}
-    for lane, warp in threads:
-        registers[lane, warp] = [
-            {r for r, other, w in where[target.at(reg, lane, warp)] if (other, w) == (lane, warp)} for reg in range(4)
-        ]
-    if all(found for one in registers.values() for found in one):
-        fixed = all(set.intersection(*(registers[t][reg] for t in threads)) for reg in range(4))
-        return Conversion.REGISTERS if fixed else Conversion.SELECT
-    near = all(any(w == warp for _, _, w in where[target.at(reg, lane, warp)]) for reg, lane, warp in places(target))
-    return Conversion.SHUFFLE if near else Conversion.SHARED
+def brute(source: Layout, target: Layout) -> str:
+    """Who has what each thread wants, found by looking where its elements are."""
+    where: dict[int, set[tuple[int, int]]] = {}
+    for reg, lane, warp in places(source):
+        where.setdefault(source.at(reg, lane, warp), set()).add((lane, warp))
+    wanted = [(lane, warp, where[target.at(reg, lane, warp)]) for reg, lane, warp in places(target)]
+    if all((lane, warp) in found for lane, warp, found in wanted):
+        return ""
+    return "warp" if all(any(w == warp for _, w in found) for _, warp, found in wanted) else "block"
 
 
-def test_classify_is_exact_copies_included() -> None:
+def test_who_is_waited_for_is_exact_copies_included() -> None:
     chance = random.Random(0)
     seen = set()
     for _ in range(4000):
         source, target = random_layout(chance), random_layout(chance)
-        if chance.random() < 0.5:  # near ones, so that cheap conversions occur
+        if chance.random() < 0.5:  # near ones, so that all three occur
             target = Layout(tuple(chance.sample(source.reg, 2)), source.lane, source.warp, AXES)
             if chance.random() < 0.5:
                 skewed = tuple(c ^ chance.choice((0, *source.reg)) for c in source.lane)
@@ -62,16 +53,16 @@ def test_classify_is_exact_copies_included() -> None:
                     target = Layout(target.reg, skewed, source.warp, AXES)
                 except TileError:
                     continue
-        found = classify(source, target)
+        found = scope(source, target)
         seen.add(found)
         assert found == brute(source, target), (source, target)
-    assert seen == set(Conversion)
+    assert seen == {"", "warp", "block"}
 
 
 def test_a_rule_by_single_bits_would_be_wrong() -> None:
     source = Layout((8, 0), (2, 4), (1, 1), AXES)
     target = Layout((0, 2), (8, 4), (1, 0), AXES)
-    assert classify(source, target) == brute(source, target) == Conversion.SHARED
+    assert scope(source, target) == brute(source, target) == "block"
 
 
 def test_owners_are_one_a_element_and_copies_are_all() -> None:
@@ -88,7 +79,7 @@ def test_the_usual_layout() -> None:
     assert row.reg == (1, 2, 4, 2048) and row.lane == (8, 16, 32, 64, 128) and row.warp == (256, 512, 1024)
     assert not row.copies()
     short = blocked({"n": 64}, vector=8, lanes=32, warps=8)
-    assert len(short.copies()) == 5 and classify(row, row) == Conversion.NOOP
+    assert len(short.copies()) == 5 and scope(row, row) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,7 +88,7 @@ def test_the_usual_layout() -> None:
         (lambda: Layout((1,), (), (), (("i", 3),)), "power of two"),
         (lambda: Layout((4,), (), (), (("i", 4),)), "outside"),
         (lambda: Layout((1, 1), (), (), (("i", 4),)), "no place"),
-        (lambda: classify(blocked({"i": 4}, 1, 4, 1), blocked({"i": 8}, 1, 4, 1)), "does not become"),
+        (lambda: scope(blocked({"i": 4}, 1, 4, 1), blocked({"i": 8}, 1, 4, 1)), "does not become"),
     ],
 )
 def test_what_is_no_layout_is_refused(build: object, says: str) -> None:

@@ -334,6 +334,8 @@ def test_arguments_say_what_is_wrong() -> None:
         memory_of(np.zeros(3))
     with pytest.raises(TypeError, match="needs y"):
         double[(1,)](np.zeros((1, 4), np.float32))
+    with pytest.raises(TypeError, match=r"double runs on a grid of instances: double\[\(n,\)\]\(\.\.\.\)"):
+        double(np.zeros((1, 4), np.float32), np.zeros((1, 4), np.float32))
     strided = memory_of(np.zeros((4, 8), np.float32)[:, ::2])
     assert strided.strides == (8, 2) and not type_of(strided).unit
     assert type_of(strided, most={1: 64}).sizes == (4, Most(64))

@@ -42,10 +42,12 @@ class InductorBackend(Backend):
     def bind(self, kernel: Kernel, call: Call) -> Callable[..., list[Any]]:
         names = tuple(n for n, facts in call.tensors.items() if facts is not None and n not in call.outputs)
         form = tuple(_form(facts) for n in names if (facts := call.tensors[n]) is not None)
-        into = tuple(call.aliased.items())
-        compiled = _compiled(call.op, tuple(call.options.items()), names, form, call.saving, into)
+        compiled = _compiled(call.op, tuple(call.options.items()), names, form, call.saving)
         op = registry.op(call.op)
         places = [op.tensors.index(n) for n in names]
+        # A definition compiled to overwrite its input need not give the bits of the other: a C++ compiler contracts
+        # other products where loads and stores may meet. So there is one function, and its result is copied.
+        into = [(list(op.out).index(output), op.tensors.index(name)) for output, name in call.aliased.items()]
         warm = False
 
         def run(*tensors: Any) -> list[Any]:
@@ -54,6 +56,9 @@ class InductorBackend(Backend):
                 raise NotWarm(f"{call.op}: the inductor kernel is cold; run this call once before capturing")
             with torch.no_grad():
                 results: list[Any] = compiled(*[tensors[i].detach() for i in places])
+                for output, place in into:
+                    tensors[place].detach().copy_(results[output])
+                    results[output] = None
             warm = True
             return results
 
@@ -73,21 +78,14 @@ def _compiled(
     present: tuple[str, ...],
     form: tuple[Any, ...],
     saving: bool,
-    into: tuple[tuple[str, str], ...],
 ) -> Callable[..., list[Any]]:
-    """The definition with these options and tensors of this form, compiled for any size. Outputs that overwrite an
-    input (`into`) are None."""
+    """The definition with these options and tensors of this form, compiled for any size."""
     op, chosen = registry.op(name), dict(options)
-    outputs = list(op.out)
 
     def definition(*tensors: torch.Tensor) -> list[Any]:
         known: dict[str, torch.Tensor | None] = dict.fromkeys(op.tensors)
         known.update(zip(present, tensors, strict=True))
         results = op.define(known, chosen, saving)
-        for output, overwritten in into:
-            place: Any = known[overwritten]
-            place.copy_(results[outputs.index(output)])
-            results[outputs.index(output)] = None
         # a result that a definition passes through (dx = dh) must not alias its input
         dense = torch.contiguous_format
         return [

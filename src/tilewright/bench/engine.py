@@ -333,7 +333,7 @@ class _Bench:
             cache=cache,
             bytes=bytes_moved,
             verified=subject.verified,
-            label=subject.kernel.label,
+            kernel=subject.kernel.name,
         )
         self.report.results.append(row)
         return row

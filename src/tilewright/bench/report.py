@@ -47,7 +47,7 @@ def _table(title: str, rows: list[Row], clock: str) -> Table:
     table.add_column("vs best peer (95 %)", no_wrap=True)
     table.add_column("evidence")
     for row in rows:
-        name = f"{row.backend}{'/' * bool(row.label)}{row.label}  {row.config}".rstrip()
+        name = f"{row.kernel.partition('/')[2]}  {row.config}".rstrip()
         if row.kernel_us is None or row.iqr_us is None:
             table.add_row(name, "", "", "", "", "", "[red]no passing evidence: no time[/red]")
             continue

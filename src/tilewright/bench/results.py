@@ -40,8 +40,8 @@ class Row:
     peer: str | None = None
     peer_us: float | None = None
     ratio_ci: list[float] | None = None
-    label: str = ""
-    """Tells kernels of one backend apart in tables; not part of the JSON."""
+    kernel: str = ""
+    """Its name, as `tilewright ops` has it: several may be of one backend."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +51,7 @@ class Row:
             "shape": self.shape,
             "dtype": self.dtype,
             "backend": self.backend,
+            "kernel": self.kernel,
             "config": self.config,
             "cache": self.cache,
             "bytes": self.bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -57,9 +57,9 @@ def dtype(text: str) -> Any:
     return found
 
 
-def options(op: Any, given: Sequence[str] | None) -> dict[str, Any]:
-    """name=value pairs as the op's options, all of them, defaults included."""
-    found = dict(op.usual)
+def options(op: Any, given: Sequence[str] | None, usual: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """name=value pairs as the op's options, all of them: what is not given as in `usual`, else the op's defaults."""
+    found = {**op.usual, **(usual or {})}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:

@@ -14,8 +14,12 @@ from tilewright.cli.output import json_only, stdout
 
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op's name; gelu_ for gelu in place.")],
-    shape: Annotated[str, typer.Option("--shape", help="Rows by columns, as 8192x4096.")] = "8192x4096",
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16, float32.")] = "bfloat16",
+    shape: Annotated[
+        str, typer.Option("--shape", help="Rows by columns, as 8192x4096; by default the op's first workload.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="bfloat16, float16, float32; by default the workload's, else bfloat16.")
+    ] = "",
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, sm_90, gfx942; by default what is here.")] = "",
     grad: Annotated[bool, typer.Option("--grad", help="The inputs ask for gradients.")] = False,
     option: Annotated[list[str] | None, typer.Option("--option", help="An option of the op, as eps=1e-5.")] = None,
@@ -35,10 +39,11 @@ def command(
         if backend:
             registry.backend(backend)
         absent = arguments.words(without) if without else list(known.probes.absent[0])
-        call = make_call(
-            known, arguments.shape(shape), arguments.dtype(dtype), machine(device),
-            options=arguments.options(known, option), absent=absent, saving=grad,
-        )  # fmt: skip
+        usual = next(iter(known.workloads), None) if not shape else None
+        size = usual.shape if usual else arguments.shape(shape or "8192x4096")
+        kind = usual.dtype if usual and not dtype else arguments.dtype(dtype or "bfloat16")
+        chosen = arguments.options(known, option, usual.options if usual else {})
+        call = make_call(known, size, kind, machine(device), options=chosen, absent=absent, saving=grad)
         found = selection.weigh(call, policy.current(), backend=backend or None)
         inside = _compiled(found) if compiled else {}
         if json:
@@ -94,7 +99,8 @@ def _compiled(found: Any) -> dict[str, str]:
 def _facts(found: Any) -> dict[str, Any]:
     candidates = [
         {
-            "backend": c.kernel.backend + (f"/{c.kernel.label}" if c.kernel.label else ""),
+            "backend": c.kernel.backend,
+            "kernel": c.kernel.name,
             "config": str(c.config or ""),
             "fits": c.fits,
             "reasons": [str(reason) for reason in c.reasons],
@@ -108,7 +114,7 @@ def _facts(found: Any) -> dict[str, Any]:
         "op": found.call.form,
         "device": str(found.call.device),
         "call_class": found.call_class,
-        "chosen": found.chosen.kernel.backend if found.chosen else None,
+        "chosen": found.chosen.kernel.name if found.chosen else None,
         "why": found.why,
         "candidates": candidates,
         "notes": found.notes,

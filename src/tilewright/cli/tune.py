@@ -88,7 +88,8 @@ def _print(report: Any) -> None:
                 cells += ["-", ""]
                 continue
             took = next((t for t in c.times if (t.kernel, t.config) == (choice.kernel, choice.config)), None)
-            cells += [f"{choice.backend} {choice.config}".strip(), f"{getattr(took, metric):.1f}" if took else ""]
+            name = choice.kernel.partition("/")[2]
+            cells += [f"{name} {choice.config}".strip(), f"{getattr(took, metric):.1f}" if took else ""]
         cells.append(f"{c.timed} now" if c.timed else f"{c.kept} before")
         table.add_row(*cells)
     stdout().print(table)

@@ -122,7 +122,7 @@ def _faults(op: Op[Any]) -> Iterator[str]:
     yield from _unknown("probes.either", probes.either, op.tensors)
     for name, saved in op.saved.items():
         known = (*op.tensors, *op.options, *op.out)
-        yield from _unknown(f"saved {name}", signature_of(saved.define).parameters, known)
+        yield from _unknown(f"saved {name}", saved.parameters, known)
     for gradient in op.gradients:
         made = (*op.tensors, *op.out, *op.saved)
         yield from _unknown("gradient.grads", gradient.grads, op.out)

@@ -6,6 +6,8 @@ Each error is also the built-in one that a caller would expect to catch (`ValueE
 
 from __future__ import annotations
 
+import difflib
+
 
 class TilewrightError(Exception):
     """The root of every error that this library raises on purpose."""
@@ -24,11 +26,14 @@ class OutOfRange(TilewrightError, IndexError):
 
 
 class UnknownName(TilewrightError, ValueError):
-    """A backend, op, workload or peer that does not exist; the message lists those that do."""
+    """A backend, op, workload or peer that does not exist; the message lists those that do,
+    and the nearest first, where one is near."""
 
     def __init__(self, what: str, name: object, known: list[str]) -> None:
         self.what, self.name, self.known = what, name, known
-        super().__init__(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        near = difflib.get_close_matches(str(name), known, 1, 0.8)  # cuda is not meant by cudnn
+        meant = f", perhaps {near[0]}" if near else ""
+        super().__init__(f"unknown {what} {name!r}{meant}; known: {', '.join(known)}")
 
 
 class Unsupported(TilewrightError, TypeError):

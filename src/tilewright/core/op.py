@@ -51,6 +51,11 @@ class Saved:
     rule: OutRule
     define: Callable[..., torch.Tensor | None]
     optional: bool = False
+    parameters: tuple[str, ...] = field(init=False)
+    """Of `define`; known beforehand, since torch.compile traces what `Op.define` does."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(declaration.signature_of(self.define).parameters))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -220,8 +225,7 @@ class Op(Generic[R]):
         if saving:
             known = {**tensors, **options, **dict(zip(self.out, outputs, strict=True))}
             for saved in self.saved.values():
-                names = declaration.signature_of(saved.define).parameters
-                outputs.append(saved.define(**{n: known[n] for n in names}))
+                outputs.append(saved.define(**{n: known[n] for n in saved.parameters}))
         return outputs
 
     def out_specs(self, tensors: Mapping[str, Any], options: Mapping[str, Any], saving: bool) -> dict[str, Spec | None]:

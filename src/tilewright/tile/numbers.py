@@ -66,44 +66,19 @@ def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> 
         return x.astype(target.storage)
 
 
-def _shift(a: Array, b: Array, left: bool) -> Array:
-    return np.left_shift(a, b) if left else np.right_shift(a, b)
-
-
 def _mulhi(a: Array, b: Array) -> Array:
     return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
 
 
 BINARY: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "floordiv": np.floor_divide,
-    "mod": np.mod,
-    "max": maximum,
-    "min": minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "shl": lambda a, b: _shift(a, b, True),
-    "shr": lambda a, b: _shift(a, b, False),
-    "mulhi": _mulhi,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
+    "max": maximum, "min": minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "shl": np.left_shift, "shr": np.right_shift, "mulhi": _mulhi, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 COMBINE: dict[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "max": maximum,
-    "min": minimum,
-    "and": np.logical_and,
-    "or": np.logical_or,
-}
+    "sum": np.add, "prod": np.multiply, "max": maximum, "min": minimum, "and": np.logical_and, "or": np.logical_or,
+}  # fmt: skip
 
 
 def identity(combine: str, dtype: DType) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tilewright.core.capability import Capability, Limit, cuda, hip, unit_stride
+from tilewright.core.capability import Capability, Limit, columns, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.rotary import configs
 from tilewright.ops.rotary.places import sequences
+from tilewright.ops.tile_configs import tile_kernel
 
 _HERE = "tilewright.ops.rotary"
 IN_PLACE = "qkv_split_rope_append"
@@ -36,4 +37,6 @@ TILELANG_KERNELS = [
     for op, _, limits in PASSES[:2]
 ]  # fmt: skip
 
-KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS]
+TILE_KERNELS = [tile_kernel(op, f"{_HERE}.tile:rotate", columns("cos")) for op in ("rope", "rope_backward")]
+
+KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *TILE_KERNELS]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.tile.instr.record import Record
+from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
 from tilewright.tile.instr.x86 import AVX512, F16C
 
 NARROW = (
@@ -72,22 +72,19 @@ static inline f32v float32_of_float16(u16v x) {
     Record("float32_of_float8_e4m3fn", _FROM_E4M3),
 )  # fmt: skip
 
-_VECTORS = {"int32": "i32v", "uint32": "u32v", "int64": "i64v", "int8": "i8v", "uint8": "u8v", "float32": "f32v"}
-_SCALARS = {"int32": "i32", "uint32": "u32", "int64": "i64", "int8": "i8", "uint8": "u8", "float32": "f32"}
-
 
 def _plain(target: str, source: str) -> Record:
-    s, v = _SCALARS[target], _VECTORS[target]
+    s, v = SCALARS[target], SCALARS[target] + "v"
     body = f"return __builtin_convertvector(x, {v});"
     if target in ("int8", "uint8") and source in ("int32", "uint32"):
         body = f"return ({v})narrow8((i32v)x);"
     name = f"{target}_of_{source}"
-    return Record(name, f"static inline {s} {name}({_SCALARS[source]} x) {{ return ({s})x; }}\n"
-                        f"static inline {v} {name}({_VECTORS[source]} x) {{ {body} }}")  # fmt: skip
+    return Record(name, f"static inline {s} {name}({SCALARS[source]} x) {{ return ({s})x; }}\n"
+                        f"static inline {v} {name}({SCALARS[source]}v x) {{ {body} }}")  # fmt: skip
 
 
 def _of_bool(target: str) -> Record:
-    s, v, name = _SCALARS[target], _VECTORS[target], f"{target}_of_bool"
+    s, v, name = SCALARS[target], SCALARS[target] + "v", f"{target}_of_bool"
     body = f"return __builtin_convertvector(-m, {v});" if target != "uint8" else "return narrow8(m & 1);"
     return Record(name, f"static inline {s} {name}(bool x) {{ return ({s})x; }}\n"
                         f"static inline {v} {name}(i32v m) {{ {body} }}")  # fmt: skip
@@ -95,7 +92,7 @@ def _of_bool(target: str) -> Record:
 
 def _of_float(target: str, bits: int, signed: bool, nearest: bool) -> Record:
     """Saturating; NaN gives 0. What is rounded to even beforehand lies below 2^23."""
-    s, v = _SCALARS[target], _VECTORS[target]
+    s, v = SCALARS[target], SCALARS[target] + "v"
     low = -(2.0 ** (bits - 1)) if signed else 0.0
     high = 2.0 ** (bits - 1) - 1 if signed else 2.0**bits - 1
     name = f"{target}_of_float32_{'nearest' if nearest else 'zero'}"
@@ -121,14 +118,13 @@ def _of_float(target: str, bits: int, signed: bool, nearest: bool) -> Record:
     return Record(name, f"{scalar}\n{vector}")
 
 
-_INTEGERS = ("int32", "uint32", "int64", "int8", "uint8")
 CASTS = (
     Record("round_even", """static inline f32v round_even(f32v x) {
   i32v sign = (i32v)x & (i32)0x80000000; f32v a = abs_of(x), r = a + 8388608.0f - 8388608.0f;
   r = (f32v)((i32v)r | sign); return a < 8388608.0f ? r : x; }
 static inline f32 round_even(f32 x) { return round_even(splat(x))[0]; }"""),
-    *(_plain(a, b) for a in (*_INTEGERS, "float32") for b in _INTEGERS if a != b),
-    *(_of_bool(a) for a in (*_INTEGERS, "float32")),
+    *(_plain(a, b) for a in (*INTEGERS, "float32") for b in INTEGERS if a != b),
+    *(_of_bool(a) for a in (*INTEGERS, "float32")),
     *(_of_float(a, bits, signed, nearest) for a, bits, signed in (("int32", 32, True), ("uint32", 32, False),
       ("int64", 64, True), ("int8", 8, True), ("uint8", 8, False)) for nearest in (True, False)),
 )  # fmt: skip

@@ -6,7 +6,7 @@ pairs; all need sm_80 or later. What a CPU does instead is in `x86` and `convert
 
 from __future__ import annotations
 
-from tilewright.tile.instr.record import Record
+from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
 from tilewright.tile.instr.x86 import PHILOX
 
 TYPES = """#define fn static __device__ __forceinline__
@@ -89,9 +89,9 @@ def _lanes(name: str, of: str, to: str, scalar: str, vector: str = "") -> Record
     return Record(name, f"fn {to} {name}({of} x) {{ {scalar} }}\nfn {to}v {name}({source} x) {{ {body} }}")
 
 
-def _fast(kind: str, instruction: str, of: str = "a", result: str = "r") -> Record:
-    """A function of float32 by one approximate instruction, which keeps denormal numbers."""
-    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx.f32 %0, %1;" : "=f"(r) : "f"({of})); '
+def _fast(kind: str, instruction: str, of: str = "a", result: str = "r", ftz: str = "") -> Record:
+    """A function of float32 by one approximate instruction. Without `ftz` it keeps denormal numbers, by three more."""
+    return _each(f"{kind}_fast", "a", f'f32 r; asm("{instruction}.approx{ftz}.f32 %0, %1;" : "=f"(r) : "f"({of})); '
                                       f"return {result};")  # fmt: skip
 
 
@@ -101,7 +101,7 @@ FAST = (
     _fast("log", "lg2", result="r * 0.693147181f"),
     _fast("sqrt", "sqrt"),
     _fast("rsqrt", "rsqrt"),
-    _fast("reciprocal", "rcp"),
+    _fast("reciprocal", "rcp", ftz=".ftz"),
     _each(
         "sigmoid_fast",
         "a",
@@ -127,12 +127,9 @@ fn f32v ldexp_of(f32v a, f32v n) { EACH a[l] = ldexp_of(a[l], n[l]); return a; }
 fn f32v abs_of(f32v a) { EACH a[l] = fabsf(a[l]); return a; }
 template <class T> fn T abs_of(T a) {
   return each([](auto x) { return (decltype(x))(x < 0 ? 0 - wraps(x) : wraps(x)); }, a); }"""),
-    _each("max_nan", "a b", "auto r = a > b ? a : b; return a != a ? a : r;"),
-    _each("min_nan", "a b", "auto r = a < b ? a : b; return a != a ? a : r;"),
-    _each("max_any", "a b", "auto r = a > b ? a : b; return b != b ? a : r;"),
-    _each("min_any", "a b", "auto r = a < b ? a : b; return b != b ? a : r;"),
-    _each("max_of", "a b", "return a > b ? a : b;"),
-    _each("min_of", "a b", "return a < b ? a : b;"),
+    *(_each(f"{name}_{kind}", "a b", f"auto r = a {sign} b ? a : b; return {result};")
+      for name, sign in (("max", ">"), ("min", "<"))
+      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
     _each("floor_div", "a b", """typedef decltype(a) E; if (b == 0) return (E)0;
     if constexpr ((E)-1 < (E)0) if (b == (E)-1) return (E)(0 - wraps(a));
     E q = a / b, r = a % b; return (E)(q - (r != 0 && (r ^ b) < 0));"""),
@@ -203,14 +200,11 @@ FLOATS = (
   r = size == 0x7f ? NOT_A_NUMBER : r; return __int_as_float(__float_as_int(r) | (b & 0x80) << 24);"""),
 )  # fmt: skip
 
-_NAMES = {"int32": "i32", "uint32": "u32", "int64": "i64", "int8": "i8", "uint8": "u8", "float32": "f32"}
-_INTEGERS = ("int32", "uint32", "int64", "int8", "uint8")
-
 
 def _of_float(target: str, nearest: bool) -> Record:
     """Saturating; NaN gives 0."""
     name, way = (f"{target}_of_float32_nearest", "rni") if nearest else (f"{target}_of_float32_zero", "rzi")
-    to = _NAMES[target]
+    to = SCALARS[target]
     kind, wide, at = {"i8": ("s8", "i32", "r"), "u8": ("u8", "u32", "r"), "i32": ("s32", "i32", "r"),
                       "u32": ("u32", "u32", "r"), "i64": ("s64", "i64", "l")}[to]  # fmt: skip
     text = f'{wide} r; asm("cvt.{way}.sat.{kind}.f32 %0, %1;" : "={at}"(r) : "f"(x));'
@@ -218,10 +212,10 @@ def _of_float(target: str, nearest: bool) -> Record:
 
 
 CASTS = (
-    *(_lanes(f"{a}_of_{b}", _NAMES[b], _NAMES[a], f"return ({_NAMES[a]})x;")
-      for a in (*_INTEGERS, "float32") for b in _INTEGERS if a != b),
-    *(_lanes(f"{a}_of_bool", "bool", _NAMES[a], f"return ({_NAMES[a]})x;") for a in (*_INTEGERS, "float32")),
-    *(_of_float(a, nearest) for a in _INTEGERS for nearest in (True, False)),
+    *(_lanes(f"{a}_of_{b}", SCALARS[b], SCALARS[a], f"return ({SCALARS[a]})x;")
+      for a in (*INTEGERS, "float32") for b in INTEGERS if a != b),
+    *(_lanes(f"{a}_of_bool", "bool", SCALARS[a], f"return ({SCALARS[a]})x;") for a in (*INTEGERS, "float32")),
+    *(_of_float(a, nearest) for a in INTEGERS for nearest in (True, False)),
 )  # fmt: skip
 
 MEMORY = (

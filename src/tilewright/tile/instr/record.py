@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
 
+SCALARS = {"int32": "i32", "uint32": "u32", "int64": "i64", "int8": "i8", "uint8": "u8", "float32": "f32"}
+"""C++ types by element type, of those that are computed with or cast to integers."""
+INTEGERS = ("int32", "uint32", "int64", "int8", "uint8")
+
 
 @dataclass(frozen=True)
 class Record:

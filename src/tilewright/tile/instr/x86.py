@@ -23,8 +23,10 @@ PHILOX = """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
   return x[word]; }"""
 
 
-def _asm(name: str, signature: str, body: str, needs: frozenset[str], lanes: int) -> Record:
-    return Record(name, f"static inline {signature} {{ {body} }}", needs, lanes)
+def _extreme(name: str, sign: str, result: str) -> Record:
+    """Of a and b, with r = a if it is the more extreme, else b."""
+    return Record(name, f"template <class T> static inline T {name}(T a, T b) {{\n"
+                        f"  T r = a {sign} b ? a : b; return {result}; }}")  # fmt: skip
 
 
 ARITHMETIC = (
@@ -58,16 +60,8 @@ static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0
     Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
 static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
 template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
-    Record("max_nan", """template <class T> static inline T max_nan(T a, T b) {
-  T r = a > b ? a : b; return a != a ? a : r; }"""),
-    Record("min_nan", """template <class T> static inline T min_nan(T a, T b) {
-  T r = a < b ? a : b; return a != a ? a : r; }"""),
-    Record("max_any", """template <class T> static inline T max_any(T a, T b) {
-  T r = a > b ? a : b; return b != b ? a : r; }"""),
-    Record("min_any", """template <class T> static inline T min_any(T a, T b) {
-  T r = a < b ? a : b; return b != b ? a : r; }"""),
-    Record("max_of", "template <class T> static inline T max_of(T a, T b) { return a > b ? a : b; }"),
-    Record("min_of", "template <class T> static inline T min_of(T a, T b) { return a < b ? a : b; }"),
+    *(_extreme(f"{name}_{kind}", sign, result) for name, sign in (("max", ">"), ("min", "<"))
+      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
     Record("can_divide", """template <class T> static inline T can_divide(T b) {
   T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
   return traps ? one : b; }"""),

@@ -140,15 +140,8 @@ def sets_match(program: Program, node: Node) -> str:
 
 
 RULES: tuple[Callable[[Program, Node], str], ...] = (
-    known_op,
-    shapes_agree,
-    dtypes_agree,
-    kinds_exist,
-    regions_hold,
-    bounds_are_scalars,
-    index_has_rank,
-    sets_match,
-)
+    known_op, shapes_agree, dtypes_agree, kinds_exist, regions_hold, bounds_are_scalars, index_has_rank, sets_match,
+)  # fmt: skip
 
 
 def _elements(node: Node) -> int:

@@ -139,7 +139,7 @@ class Functions:
 
     # Functions of float32. With accuracy="exact" every target gives the same bits. "fast" lets a GPU take its
     # approximate instruction, within the bound stated here in ulp of float32; NaN and infinity pass, and no denormal
-    # number is taken for 0. On a CPU fast is exact.
+    # number is taken for 0, but by `reciprocal`. On a CPU fast is exact.
 
     def sqrt(self, x: Tile, accuracy: str = "exact") -> Tile:
         """Rounded; fast: 2 ulp."""
@@ -150,7 +150,7 @@ class Functions:
         return unary("rsqrt", x, accuracy)
 
     def reciprocal(self, x: Tile, accuracy: str = "exact") -> Tile:
-        """1 / x, rounded; fast: 1 ulp."""
+        """1 / x, rounded; fast: 1 ulp, but 0 where |x| > 2^126, and infinity where |x| < 2^-126."""
         return unary("reciprocal", x, accuracy)
 
     def exp(self, x: Tile, accuracy: str = "exact") -> Tile:

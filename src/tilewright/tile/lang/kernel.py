@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
@@ -83,6 +83,10 @@ class Kernel:
         if Kernel.on is None:
             raise TypeError("no runtime is loaded: import tilewright.tile")
         return Kernel.on(self, grid)
+
+    def __call__(self, *args: Any, **named: Any) -> NoReturn:
+        """Refused: a kernel is no function of tensors."""
+        raise TypeError(f"{self.name} runs on a grid of instances: {self.name}[(n,)](...)")
 
     @property
     def name(self) -> str:
@@ -173,25 +177,15 @@ class Kernel:
         return replace(view, sizes=tuple(s if i in asked else None for i, s in enumerate(view.sizes)))
 
 
+Static = Mapping[str, tuple[int, ...]] | None
+Pairs = Iterable[Iterable[str]]
+
+
 @overload
-def kernel(
-    function: Callable[..., Any],
-    /,
-    *,
-    static: Mapping[str, tuple[int, ...]] | None = None,
-    inplace: Iterable[Iterable[str]] = (),
-) -> Kernel: ...
+def kernel(function: Callable[..., Any], /, *, static: Static = None, inplace: Pairs = ()) -> Kernel: ...
 @overload
-def kernel(
-    *, static: Mapping[str, tuple[int, ...]] | None = None, inplace: Iterable[Iterable[str]] = ()
-) -> Callable[[Callable[..., Any]], Kernel]: ...
-def kernel(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    static: Mapping[str, tuple[int, ...]] | None = None,
-    inplace: Iterable[Iterable[str]] = (),
-) -> Any:
+def kernel(*, static: Static = None, inplace: Pairs = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(function: Callable[..., Any] | None = None, /, *, static: Static = None, inplace: Pairs = ()) -> Any:
     """Make a function of (t, arguments, fragments) a kernel. See `Kernel`."""
 
     def make(found: Callable[..., Any]) -> Kernel:

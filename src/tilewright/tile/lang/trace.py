@@ -55,14 +55,9 @@ class Recorder:
         return made
 
     def _make(
-        self,
-        op: str,
-        args: tuple[Node, ...],
-        attrs: Mapping[str, Any],
-        shape: Shape,
-        dtype: DType,
+        self, op: str, args: tuple[Node, ...], attrs: Mapping[str, Any], shape: Shape, dtype: DType,
         region: Region | None,
-    ) -> Node:
+    ) -> Node:  # fmt: skip
         limits = tuple(a.limit for a in shape if isinstance(a, Dim))
         line: Line | None = None
         home = self.body

@@ -1,7 +1,7 @@
 """Layouts: linear maps over GF(2) from a place (register, lane, warp) to an element of a tile.
 
 Extents are powers of two, so places and coordinates are bit strings; bit i of the lane number contributes the column
-`lane[i]`, and contributions combine by XOR. What it costs to go from one to another is in
+`lane[i]`, and contributions combine by XOR. Whom to wait for between two of them is in
 `convert`. CPU kernels have no lanes and no warps: only the vector axis is theirs to choose.
 """
 

@@ -7,6 +7,7 @@ one, and what is no such sum a scattered one. Each term is emitted in the outerm
 from __future__ import annotations
 
 import math as integers
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.tile import numbers
@@ -113,19 +114,25 @@ class Memory(Emitter):
         return self.parameter(f"s{storage}_{name}", "stride", name, storage)
 
     def _leveled(self, name: str, levels: int, row: Affine) -> Affine:
-        """The offset of a row whose axis is stored with several strides. A row is not negative: C's division does."""
+        """The offset of a row whose axis is stored with several strides."""
         total, depth = self._sum(row.terms)
-        terms: list[Term] = []
+        steps = self._levels(name, levels, total, Type(int64), depth)
+        return Affine(tuple(self._times((rest, depth), (stride, 0)) for rest, stride in steps))
+
+    def _levels(
+        self, name: str, levels: int, row: Operand, type: Type, depth: int
+    ) -> Iterator[tuple[Operand, Operand]]:  # fmt: skip
+        """(count, stride) of a row along each of its strides. A row is not negative: C's division does."""
         for axis in reversed(range(levels)):
             stride = self.parameter(f"s{axis}_{name}", "stride", name, axis)
-            if axis:
-                extent = self.parameter(f"e{axis}_{name}", "extent", name, axis)
-                rest = self.let(depth, Type(int64), "rem", total, extent)
-                total = self.let(depth, Type(int64), "quot", total, extent)
-            else:
-                rest = str(total) if isinstance(total, str) else ""
-            terms.append(self._times((rest or total, depth), (stride, 0)))
-        return Affine(tuple(terms))
+            if axis == 0:
+                yield row, stride
+                return
+            extent: Operand = self.parameter(f"e{axis}_{name}", "extent", name, axis)
+            if type.lanes > 1:
+                extent = self.as_vector(Value(extent, Type(int64), 0))
+            yield self.let(depth, type, "rem", row, extent), stride
+            row = self.let(depth, type, "quot", row, extent)
 
     def _scattered(self, node: Node, indices: tuple[Node, ...], place: Place) -> tuple[Operand, int]:
         """An offset for each lane."""
@@ -136,19 +143,9 @@ class Memory(Emitter):
         for axis, index in enumerate(indices):
             value = self.emit(index, place)
             part, depth = self.as_vector(value), value.depth
-            steps: list[tuple[Operand, Operand]] = []
-            stride: Operand
+            steps = [(part, self._stride(name, axis))]
             if axis == 0 and view.levels > 1:
-                for level in reversed(range(view.levels)):
-                    stride = self.parameter(f"s{level}_{name}", "stride", name, level)
-                    rest = part
-                    if level:
-                        extent = Value(self.parameter(f"e{level}_{name}", "extent", name, level), Type(int64), 0)
-                        rest = self.let(depth, type, "rem", part, self.as_vector(extent))
-                        part = self.let(depth, type, "quot", part, self.as_vector(extent))
-                    steps.append((rest, stride))
-            else:
-                steps.append((part, self._stride(name, axis)))
+                steps = list(self._levels(name, view.levels, part, type, depth))
             deepest = max(deepest, depth)
             for one, stride in steps:
                 by = self.as_vector(Value(stride, Type(int64), 0))

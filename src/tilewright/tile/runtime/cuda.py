@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import math
+import re
 import struct
 import sys
 import threading
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilewright.tile.errors import CompilerError, TileError
+from tilewright.tile.errors import CompilerError, LowerError, TileError
 from tilewright.tile.ir.text import program_text
 from tilewright.tile.ir.thread_ir import Function, Parameter
 from tilewright.tile.ir.tile_ir import Program
@@ -189,6 +190,8 @@ def compile(program: Program, schedule: Schedule | None = None, arch: str = "") 
         LowerError: the schedule, or this target, cannot express the program.
     """
     target, chosen = arch or Driver.get().arch(), schedule or usual(program)
+    if not re.fullmatch(r"sm_\d+[af]?", target):
+        raise LowerError(f"{target!r} is no architecture; needs one such as sm_90")
     parts = (program.name, program_text(program), repr(chosen), target, nvrtc.version(), compiler_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     with _lock:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tilewright.tile.errors import TileError
 from tilewright.tile.ir.thread_ir import Declare, For, Function, If, Let, Load, Operand, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP, Uniform
-from tilewright.tile.layout.convert import Conversion, classify
+from tilewright.tile.layout.convert import scope
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +78,10 @@ class Effects:
         one, other = a.statement, b.statement
         if one.layout is not None and other.layout is not None:
             try:
-                found = classify(one.layout, other.layout)
+                found = scope(one.layout, other.layout)
             except TileError:  # of periods that differ
                 return most
-            return "" if found <= Conversion.SELECT else "warp" if found == Conversion.SHUFFLE else most
+            return most if found == "block" else found
         return "" if one.memory == other.memory and self._residues.alike(a, b, again) else most
 
     def differs(self, compound: For | If, scope: str) -> bool:
