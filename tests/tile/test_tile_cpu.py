@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tile_runs import F32, FEATURES, QUICK, QUICKEST, compiled_run, copy_of, one_row, order, same
+from tile_runs import F32, FEATURES, QUICK, QUICKEST, compiled_run, copy_of, one_row, order, row, same
 
 from tilewright import tile
 from tilewright.tile import LowerError, ViewType
@@ -61,6 +61,23 @@ def test_other_features_agree_with_the_interpreter(features: tuple[str, ...]) ->
         pytest.skip(f"this CPU lacks {set(features) - set(here.features)}")
     samples = [generate.sample(9000 + i, 10) for i in range(20)]
     assert compare(samples, Cpu(here.machine, features)) == []
+
+
+def test_a_sum_of_minus_zero_is_zero_however_long_the_row() -> None:
+    """An axis that is known to have one element is folded by no loop."""
+
+    def total(t: Any, x: Any, y: Any) -> None:
+        v = t.load(x[0, t.arange(x.shape[1])])
+        t.store(y[0, 0], t.sum(v))
+        t.store(y[0, 1], t.max(t.sum(v[:, None], axis=1)))
+
+    for size in (1, Most(256)):
+        view, wide = ViewType(F32, (None, size)), ViewType(F32, (None, None))
+        program = tile.kernel(total, static={"x": (1,)}).trace({"x": view, "y": wide})
+        mine, other = (np.full((1, 2), 7.0, np.float32) for _ in range(2))
+        run(program, {"x": row(-0.0), "y": mine}, (1,), order=order())
+        compiled_run(cpu.compile(program), {"x": row(-0.0), "y": other}, {"x": F32, "y": F32}, (1, 1, 1))
+        assert same(mine, other, F32) and not np.signbit(other).any()
 
 
 def test_a_tile_stored_then_loaded_in_another_order() -> None:

@@ -154,7 +154,11 @@ class Emitter:
         if node.op == "reduce":  # of an axis of size 1
             axis = a["axis"]
             inner = place if a["keep"] else (*place[:axis], ZERO, *place[axis:])
-            return self.emit(node.args[0], inner)
+            one = self.emit(node.args[0], inner)
+            if a["combine"] != "sum" or not node.dtype.floating:
+                return one
+            total = self.let(depth, one.type, "add", one.operand, 0.0, operands=one.type, line=node.line)
+            return Value(total, one.type, depth)  # a sum begins at 0, so of -0 alone it is 0, as in a longer row
         return self._element(node, [self.emit(x, place) for x in node.args], depth)
 
     def read(self, node: Node, place: Place, depth: int) -> Value:
