@@ -21,7 +21,10 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 KERNEL = "l2_norm/triton/toy"
 OPS = ("squared_relu", "squared_relu_backward")
-APART = [f"--ignore=tests/test_{name}.py" for name in ("docs", "packaging", "walkthrough")]  # not of a source tree
+APART = [
+    f"--ignore=tests/{name}.py" for name in ("test_docs", "test_packaging", "test_walkthrough", "tile/test_tile_guide")
+]
+"""What is not of a source tree alone."""
 PYTEST = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider")
 
 

@@ -75,7 +75,8 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Timing:
-    """The encoder's milliseconds a batch before and after, and the quartiles of after / before over paired rounds."""
+    """The encoder's milliseconds a batch before and after, and the quartiles of after / before over paired rounds.
+    `rival` is what "before" was, if not the model as it came."""
 
     dtype: str
     before_ms: float
@@ -83,6 +84,7 @@ class Timing:
     low: float
     high: float
     rounds: int
+    rival: str = "before"
 
     def __str__(self) -> str:
         ratio = self.after_ms / self.before_ms
@@ -91,15 +93,16 @@ class Timing:
         else:
             verdict = f"{1 - ratio:.1%} faster" if ratio < 1 else f"{ratio - 1:.1%} slower"
         span = f"after/before {self.low:.3f} to {self.high:.3f}, middle half of {self.rounds} rounds"
-        return f"{self.before_ms:.2f} ms before, {self.after_ms:.2f} ms after: {verdict} ({span})"
+        return f"{self.before_ms:.2f} ms {self.rival}, {self.after_ms:.2f} ms after: {verdict} ({span})"
 
 
-def run(device: str | None = None, json: bool = False) -> int:
+def run(device: str | None = None, json: bool = False, compile: bool = False) -> int:
     """Run the demo; prints to standard output (to standard error beside `json`).
 
     Args:
         device: "cpu" or "cuda"; the GPU if there is one. float32 on a CPU; float32 and bf16 on a GPU.
         json: print the findings as JSON.
+        compile: time the encoder beside one whose layers torch.compile made, too.
 
     Returns:
         The exit code: 0 if every check passed, 1 if embeddings disagree or a package is missing.
@@ -109,7 +112,7 @@ def run(device: str | None = None, json: bool = False) -> int:
         print(f"the demo cannot run here: {absent}", file=sys.stderr)
         return 1
     where = torch.device(device) if device else default_device()
-    demo = _Demo(where, say=lambda text="": print(text, file=sys.stderr if json else sys.stdout, flush=True))
+    demo = _Demo(where, compile, lambda text="": print(text, file=sys.stderr if json else sys.stdout, flush=True))
     failed = demo.all()
     if json:
         print(json_module.dumps(demo.findings, indent=1))
@@ -117,8 +120,8 @@ def run(device: str | None = None, json: bool = False) -> int:
 
 
 class _Demo:
-    def __init__(self, where: torch.device, say: Callable[..., None]) -> None:
-        self.where, self.say = where, say
+    def __init__(self, where: torch.device, compile: bool, say: Callable[..., None]) -> None:
+        self.where, self.compile, self.say = where, compile, say
         self.findings: dict[str, Any] = {"device": str(device_of(where.type, where.index))}
         self.agreements: list[Agreement] = []
         self.truth = torch.empty(0)
@@ -151,13 +154,17 @@ class _Demo:
                 self._agree(name, f"layer_norm by {backend}", before, model.embed().float())
         self._agree(name, "as tuned", before, model.embed().float())
         self._explain(name, model)
-        timing = self._time(name, model)
-        self.say(f"\nthe encoder, {len(QUERIES + SENTENCES)} texts a batch: {timing}")
+        timings = [self._time(name, model)]
+        if self.compile:
+            timings.append(self._time_beside_compiled(name, model, dtype))
+        for timing in timings:
+            self.say(f"\nthe encoder, {len(QUERIES + SENTENCES)} texts a batch: {timing}")
         self.findings[name] = {
             "replaced": [asdict(p) for p in report.replaced],
             "kept": [asdict(k) for k in report.kept],
             "kernels": [_facts(s) for s in self._met(model)],
-            "time": asdict(timing),
+            "time": asdict(timings[0]),
+            "time_beside_compiled": asdict(timings[-1]) if self.compile else None,
         }
 
     def _agree(self, dtype: str, kernels: str, before: Tensor, after: Tensor) -> None:
@@ -232,23 +239,45 @@ class _Demo:
             self.say(str(selection))
 
     def _time(self, name: str, model: encoder.Encoder) -> Timing:
-        """Before and after by turns (A B B A), so that the machine's drift meets both alike."""
-        patched, plain = [], []
-        self._milliseconds(model.embed)
+        def patched() -> float:
+            patch(model.model)
+            return self._milliseconds(model.embed)
+
+        def plain() -> float:
+            unpatch(model.model)
+            return self._milliseconds(model.embed_by_torch)
+
+        found = self._by_turns(name, plain, patched)
+        patch(model.model)
+        return found
+
+    def _time_beside_compiled(self, name: str, model: encoder.Encoder, dtype: torch.dtype) -> Timing:
+        """The rival is the model as it came, with each layer compiled by itself: no patch, and no break in a graph."""
+        rival = encoder.Encoder(QUERIES + SENTENCES, self.where, dtype)
+        for layer in rival.model.encoder.layer:
+            layer.compile(dynamic=False)
+        return self._by_turns(
+            name,
+            lambda: self._milliseconds(rival.embed_by_torch),
+            lambda: self._milliseconds(model.embed),
+            "by torch.compile, layer by layer",
+        )
+
+    def _by_turns(
+        self, name: str, before: Callable[[], float], after: Callable[[], float], rival: str = "before"
+    ) -> Timing:
+        """Milliseconds of both by turns (A B B A), so that the machine's drift meets both alike."""
+        after(), before()  # the first of each finds caches cold, or compiles
+        new: list[float] = []
+        old: list[float] = []
         end = time.perf_counter() + TIMING_SECONDS
         for number in range(ROUNDS):
             if number >= LEAST_ROUNDS and time.perf_counter() > end:
                 break
-            for is_patched in (True, False) if number % 2 else (False, True):
-                if is_patched:
-                    patch(model.model)
-                    patched.append(self._milliseconds(model.embed))
-                else:
-                    unpatch(model.model)
-                    plain.append(self._milliseconds(model.embed_by_torch))
-        patch(model.model)
-        low, _, high = statistics.quantiles([a / b for a, b in zip(patched, plain, strict=True)], n=4)
-        return Timing(name, statistics.median(plain), statistics.median(patched), low, high, len(plain))
+            for is_new in (True, False) if number % 2 else (False, True):
+                (new if is_new else old).append(after() if is_new else before())
+        low, _, high = statistics.quantiles([a / b for a, b in zip(new, old, strict=True)], n=4)
+        return Timing(name, statistics.median(old), statistics.median(new), low, high, len(old), rival)
 
     def _milliseconds(self, call: Callable[[], Tensor]) -> float:
         call()  # the first after a switch finds caches cold
