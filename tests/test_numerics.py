@@ -67,8 +67,10 @@ def test_a_baseline_that_is_inf_far_below_asks_for_inf(dtype: torch.dtype) -> No
     assert judged(0.5 * most, 0.5 * most, math.inf, dtype)[0].misplaced == 1
 
 
+@pytest.mark.parametrize("terms", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_terms_that_are_nan_allow_nothing(dtype: torch.dtype) -> None:
-    """A is NaN where an Inf among its terms meets a 0: what is finite there is judged by its ulps alone."""
-    assert judged(1.0, 1.0, 1.0, dtype, math.nan)[1]
-    assert not judged(2.0, 1.0, 1.0, dtype, math.nan)[1]
+def test_terms_that_are_not_finite_allow_nothing(dtype: torch.dtype, terms: float) -> None:
+    """A is NaN where an Inf among its terms meets a 0, and Inf where an input is: what is finite there is judged by its
+    ulps alone."""
+    assert judged(1.0, 1.0, 1.0, dtype, terms)[1]
+    assert not judged(2.0, 1.0, 1.0, dtype, terms)[1]

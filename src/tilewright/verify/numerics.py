@@ -63,7 +63,7 @@ def errors(
     found: Tensor, oracle: Tensor, baseline: Tensor, scale: Tensor | None, narrowed: Tensor | None = None
 ) -> Errors:
     """Errors of `found` in its own dtype against `oracle` (float64); `scale` is A, `narrowed` the terms that may be
-    rounded on the way, both broadcast to it. Where they are NaN they allow nothing."""
+    rounded on the way, both broadcast to it. Where they are not finite they allow nothing."""
     found64 = found.double()
     unit = ulp(oracle, found.dtype)
     for terms, each in (
@@ -71,7 +71,7 @@ def errors(
         (narrowed, torch.finfo(found.dtype).eps),
     ):  # an ulp of each, as of the output
         if terms is not None:
-            unit = unit + terms.expand_as(oracle).nan_to_num(nan=0.0, posinf=math.inf) * each
+            unit = unit + terms.expand_as(oracle).nan_to_num(nan=0.0, posinf=0.0) * each
     most = torch.finfo(found.dtype).max
     over = torch.isinf(baseline) & (oracle * baseline.sign() + unit >= most) & torch.isfinite(oracle)
     finite = torch.isfinite(baseline) & torch.isfinite(oracle) | over
