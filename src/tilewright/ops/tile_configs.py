@@ -11,6 +11,8 @@ from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config, launches_of
 from tilewright.core.reason import Reason
 
+WIDEST = 131072
+"""Columns of a row whose kernel asks for their number: what the backend makes scratch for on a CPU."""
 PLAIN = Config()
 """On a CPU there is nothing to choose, and on a GPU it is the compiler's own guess."""
 

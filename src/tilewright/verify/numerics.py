@@ -66,10 +66,8 @@ def errors(
     rounded on the way, both broadcast to it. Where they are not finite they allow nothing."""
     found64 = found.double()
     unit = ulp(oracle, found.dtype)
-    for terms, each in (
-        (scale, 2.0**-24),
-        (narrowed, torch.finfo(found.dtype).eps),
-    ):  # an ulp of each, as of the output
+    # What may be rounded on the way is off by an ulp of each, as of the output.
+    for terms, each in ((scale, 2.0**-24), (narrowed, torch.finfo(found.dtype).eps)):
         if terms is not None:
             unit = unit + terms.expand_as(oracle).nan_to_num(nan=0.0, posinf=0.0) * each
     most = torch.finfo(found.dtype).max

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.embedding import configs, sparse_configs, vendor
-from tilewright.ops.tile_configs import tile_kernel
+from tilewright.ops.tile_configs import WIDEST, tile_kernel
 
 _HERE = "tilewright.ops.embedding"
 _GPUS = (cuda(80), hip("gfx942"))
@@ -76,6 +76,6 @@ VENDOR_KERNELS = [
     )
 ]
 
-TILE_KERNELS = [tile_kernel("embedding_bag_mean", f"{_HERE}.tile:forward", columns("weight", most=131072))]
+TILE_KERNELS = [tile_kernel("embedding_bag_mean", f"{_HERE}.tile:forward", columns("weight", most=WIDEST))]
 
 KERNELS = [*TRITON_KERNELS, *TILELANG_KERNELS, *SPARSE_KERNELS, *VENDOR_KERNELS, *TILE_KERNELS]

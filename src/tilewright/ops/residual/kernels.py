@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewright.core.capability import Capability, columns, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.ops.residual import configs
-from tilewright.ops.tile_configs import tile_kernel
+from tilewright.ops.tile_configs import WIDEST, tile_kernel
 
 _HERE = "tilewright.ops.residual"
 READ = ("x", "gate", "residual")
@@ -52,7 +52,7 @@ TILELANG_KERNELS = [
 ]
 
 TILE_KERNELS = [
-    tile_kernel(op, f"{_HERE}.tile:{function}", columns("dy", most=131072), in_place=op in IN_PLACE)
+    tile_kernel(op, f"{_HERE}.tile:{function}", columns("dy", most=WIDEST), in_place=op in IN_PLACE)
     for op, function in (
         ("gated_residual", "gated_forward"),
         ("gated_residual_backward", "gated_backward"),

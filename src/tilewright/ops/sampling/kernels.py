@@ -6,7 +6,7 @@ from tilewright.core.capability import Capability, columns, cuda, hip, row_level
 from tilewright.core.kernel import Kernel
 from tilewright.ops.rotary.places import sequences
 from tilewright.ops.sampling import configs, groups
-from tilewright.ops.tile_configs import tile_kernel
+from tilewright.ops.tile_configs import WIDEST, tile_kernel
 
 _HERE = "tilewright.ops.sampling"
 SOFTMAX = (("softmax", "forward"), ("softmax_backward", "backward"))
@@ -70,8 +70,6 @@ TILELANG_KERNELS = [
     for op, function in SOFTMAX
 ]
 
-WIDEST = 131072
-"""Columns of a row in tiles."""
 TILE_KERNELS = [
     tile_kernel(op, f"{_HERE}.tile:{function}", columns("x", most=WIDEST), columns("dy", most=WIDEST))
     for op, function in SOFTMAX
