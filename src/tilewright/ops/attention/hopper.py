@@ -1,11 +1,11 @@
 """attention and varlen_attention for Hopper, in Triton's Gluon: warps that specialise, as in FlashAttention-3 (Shah et
 al., 2024).
 
-One warp brings keys and values by hardware copies (TMA) into a ring of stages; two warpgroups of 64 queries each take
-them out. A warpgroup asks for the next product of queries and keys before the last one of weights and values is done,
-and while one is at its exponentials the other has the tensor cores. Blocks of keys are walked from the last to the
-first, so that a causal mask is met first. Where tiles are too few to fill the device, PARTS programs share the keys of
-one, as in the plain kernel.
+One warp brings keys and values by hardware copies (TMA) into a ring of stages; two or three warpgroups of 64 queries
+each take them out. A warpgroup asks for the next product of queries and keys before the last one of weights and values
+is done, and while one is at its exponentials another has the tensor cores. Blocks of keys are walked from the last to
+the first, so that a causal mask is met first. Where tiles are too few to fill the device, PARTS programs share the keys
+of one, as in the plain kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -26,13 +27,37 @@ from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import width_of
-from tilewright.ops.attention.triton import merge, parted
+from tilewright.ops.attention.triton import merge, parted, span
 from tilewright.ops.attention.triton_tiles import place_of, rates, seen_by
 from tilewright.ops.triton_scores import DESCRIPTOR
 
 WARPS = 4
 """Of a warpgroup."""
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def ask(
+    tile, base, step, lines, FROM: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Put [ROWS, COLUMNS] from column FROM on under way to `tile`; 0 from `lines` and from WIDTH on."""
+    LANES: gl.constexpr = COLUMNS // 8
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    line = gl.arange(0, ROWS, gl.SliceLayout(1, PLACES))
+    column = FROM + gl.arange(0, COLUMNS, gl.SliceLayout(0, PLACES))
+    there = (line < lines)[:, None]
+    if FROM + COLUMNS > WIDTH:
+        there = there & (column < WIDTH)[None, :]
+    async_copy.async_copy_global_to_shared(tile, base + line.to(gl.int64)[:, None] * step + column[None, :], mask=there)
+
+
+@gluon.jit
+def arrived(LEFT_OUT: gl.constexpr):
+    """Wait until all but the last groups of copies are there for every warp, and for products."""
+    async_copy.wait_group(LEFT_OUT)
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -78,26 +103,28 @@ def turn(
 
 @gluon.jit
 def attend(
-    half, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o, lse, prefix_kv_len, batch, row,
-    queries, keys, token_step, lse_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
+    group, row, told,
     BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, SIGN: gl.constexpr,
-    PART: gl.constexpr, M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
+    PARTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, DV: gl.constexpr, V_WIDTH: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's M queries, from `row` on: their o and lse; of a PART of the keys, both as they are merged."""
+    """A warpgroup's M queries, from `row` on: their o and lse; of one of PARTS of the keys, both as they are merged."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, DV, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    q_tile = q_tiles.index(half)
+    (
+        q_tiles, k_ring, v_ring, k_full, k_empty, v_full, v_empty, o, lse, batch, queries, keys,
+        token_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
+    ) = told  # fmt: skip
+    q_tile = q_tiles.index(group)
     query = row + gl.arange(0, M, gl.SliceLayout(1, SCORES))
-    low, high = seen_by(query, queries, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+    low, high = seen_by(query, queries, keys, batch, left, right, prefix_rows, prefix, None,
                         BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
     high = gl.where(query < queries, high, 0)
     top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     zero = gl.zeros([M, N], gl.float32, SCORES)
     total = gl.zeros([M, DV], gl.float32, OUT)
 
-    mbarrier.wait(q_full, 0)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -128,11 +155,12 @@ def attend(
 
     scale = gl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
     level = top * factor + gl.log2(sums)  # -Inf where nothing was seen
-    gl.store(lse + query * lse_step, level if PART else level * LN2, mask=query < queries)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, OUT))
-    out_row = row + gl.arange(0, M, gl.SliceLayout(1, OUT))
+    line = gl.arange(0, M, gl.SliceLayout(1, OUT))
+    out_row = row + line
     columns = gl.arange(0, DV, gl.SliceLayout(0, OUT))
     found = gl.where((scale == 0.0)[:, None], 0.0, total * scale[:, None])
+    gl.store(lse + query * PARTS, level if PARTS > 1 else level * LN2, mask=query < queries)
     place = o + out_row.to(gl.int64)[:, None] * token_step + columns[None, :]
     there = (out_row < queries)[:, None]
     gl.store(place, found.to(o.dtype.element_ty), mask=there if V_WIDTH == DV else there & (columns < V_WIDTH)[None, :])
@@ -140,15 +168,16 @@ def attend(
 
 @gluon.jit
 def bring(
-    k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N: gl.constexpr, STAGES: gl.constexpr
+    k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings, a stage as soon as both warpgroups are done with it."""
+    """Fill the rings, a stage as soon as all warpgroups are done with it; the first keys are on their way."""
     for number in range(blocks):
         at, odd = number % STAGES, (number // STAGES) & 1
         first = start + (blocks - 1 - number) * N
-        mbarrier.wait(k_empty.index(at), odd ^ 1)
-        mbarrier.expect(k_full.index(at), k_at.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_at, [first, 0], k_full.index(at), k_ring.index(at))
+        if number > 0:
+            mbarrier.wait(k_empty.index(at), odd ^ 1)
+            mbarrier.expect(k_full.index(at), k_at.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_at, [first, 0], k_full.index(at), k_ring.index(at))
         mbarrier.wait(v_empty.index(at), odd ^ 1)
         mbarrier.expect(v_full.index(at), v_at.block_type.nbytes)
         tma.async_copy_global_to_shared(v_at, [first, 0], v_full.index(at), v_ring.index(at))
@@ -162,10 +191,11 @@ def attention_hopper(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     left, right, prefix_rows, prefix, count, rows, keys, tiles, heads, group, factor,
     BOTTOM: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, SIGN: gl.constexpr,
-    UNIT: gl.constexpr, PARTS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    UNIT: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WIDTH: gl.constexpr, V_WIDTH: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o and lse of 2 M queries; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
+    """o and lse of GROUPS M queries; of a part of the keys, both as merged: lse in powers of 2, o in float32."""
     if PARTS > 1:
         gdc_launch_dependents()
     unit = gl.to_tensor(UNIT).to(gl.int64)
@@ -182,24 +212,20 @@ def attention_hopper(
     batch = (both // heads.to(gl.int32)).to(gl.int64)
     head = (both % heads.to(gl.int32)).to(gl.int64)
     tile, first_query, queries, first_key, there = place_of(
-        slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, 1, 2 * M
+        slot, batch, rows, keys, kv_len, cu_seqlens_q, cu_seqlens_k, count, 1, GROUPS * M
     )
-    row = tile * (2 * M)
+    row = tile * (GROUPS * M)
 
     # Keys [start, end) are seen by some query of the tile; of the blocks of them, those from `whole` to `edge` by all.
     # Blocks are counted from `start` on, also where another part has the first of them.
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    query = row + gl.arange(0, 2 * M, ROWS)
-    inside = query < queries
-    low, high = seen_by(query, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len,
-                        BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
-    start = gl.min(gl.where(inside, low, there), 0)
-    end = gl.minimum(gl.max(gl.where(inside, high, 0), 0), there)
+    if PREFIX and prefix_kv_len is not None:
+        prefix = gl.minimum(gl.maximum(gl.load(prefix_kv_len + batch), 0), there)
+    start, whole, edge, end = span(
+        row, GROUPS * M, queries, there, batch, left, right, prefix_rows, prefix, None, 1, BOTTOM, LEFT, RIGHT, PREFIX
+    )  # fmt: skip
     blocks = gl.maximum((end - start + N - 1) // N, 1)
-    edge = gl.minimum(gl.min(gl.where(inside, high, there), 0), end) - start
-    edge = gl.maximum(gl.minimum(edge // N, blocks - 1), 0)
-    whole = gl.max(gl.where(inside, low, 0), 0) - start if LEFT else 0
-    whole = gl.minimum(gl.maximum((whole + N - 1) // N, 0), edge) if LEFT else 0
+    edge = gl.maximum(gl.minimum((edge - start) // N, blocks - 1), 0)
+    whole = gl.minimum((gl.maximum(whole - start, 0) + N - 1) // N, edge)
     if PARTS > 1:
         share = (blocks + PARTS - 1) // PARTS
         mine = gl.minimum(part * share, blocks)
@@ -215,42 +241,40 @@ def attention_hopper(
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, D], dtype)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, DV], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [2, M, D], Q_TILE)
+    q_tiles = gl.allocate_shared_memory(dtype, [GROUPS, M, D], Q_TILE)
+    q += batch * q_batch + (first_query + row) * q_row + head * q_head
+    for each in gl.static_range(GROUPS):
+        ask(q_tiles.index(each), q + each * M * q_row, q_row, queries - row - each * M, 0, WIDTH, M, D, WARPS)
+    async_copy.commit_group()
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, N, D], K_TILE)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, N, DV], V_TILE)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
     fence_async_shared()
 
     # Descriptors end where the sequence does, or what the tile sees: what lies behind is 0, and not read. Behind it
     # begins a tile that has no queries, or none that sees a key, for its sequence may begin where the tensor ends.
     key_head = head // group
-    lines, ends = gl.maximum(queries, 1), gl.maximum(end, 1)
-    q_from = gl.where(queries > 0, row, lines)
+    ends = gl.maximum(end, 1)
     first_query = gl.where(queries > 0, first_query, 0)
     first_key = gl.where(end > start, first_key, 0)
     start = gl.where(end > start, start, gl.maximum(ends, there))
-    q_at = tma.make_tensor_descriptor(
-        q + batch * q_batch + first_query * q_row + head * q_head, [lines, WIDTH], [q_row, 1], [M, D], Q_TILE
-    )
     k_at = tma.make_tensor_descriptor(
         k + batch * k_batch + first_key * k_row + key_head * k_head, [ends, WIDTH], [k_row, 1], [N, D], K_TILE
     )
+    mbarrier.expect(k_full.index(0), k_at.block_type.nbytes)  # under way while the other descriptor is made
+    tma.async_copy_global_to_shared(k_at, [start + (blocks - 1) * N, 0], k_full.index(0), k_ring.index(0))
     v_at = tma.make_tensor_descriptor(
         v + batch * v_batch + first_key * v_row + key_head * v_head, [ends, V_WIDTH], [v_row, 1], [N, DV], V_TILE
     )
-    mbarrier.expect(q_full, 2 * q_at.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_at, [q_from, 0], q_full, q_tiles.index(0))
-    tma.async_copy_global_to_shared(q_at, [q_from + M, 0], q_full, q_tiles.index(1))
+    arrived(0)
 
     number = (batch * heads + head) * rows + first_query
     if PARTS > 1:
@@ -258,25 +282,34 @@ def attention_hopper(
         o_at, token_step = o + number * V_WIDTH, gl.to_tensor(PARTS * V_WIDTH).to(gl.int64)
     else:
         o_at, token_step = o + ((batch * rows + first_query) * heads + head) * V_WIDTH, heads * V_WIDTH
-    gl.warp_specialize(
-        [
-            (attend, (
-                0, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
-                prefix_kv_len, batch, row, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
-                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS > 1, M, N, DV,
-                V_WIDTH, STAGES, WARPS,
-            )),
-            (attend, (
-                1, q_tiles, k_ring, v_ring, q_full, k_full, k_empty, v_full, v_empty, o_at, lse + number,
-                prefix_kv_len, batch, row + M, queries, there, token_step, PARTS, left, right, prefix_rows, prefix,
-                start, blocks, edge, whole, factor, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS > 1, M, N, DV,
-                V_WIDTH, STAGES, WARPS,
-            )),
-            (bring, (k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N, STAGES)),
-        ],
-        [WARPS, 1],
-        [REGISTERS, 24],
+    told = (
+        q_tiles, k_ring, v_ring, k_full, k_empty, v_full, v_empty, o_at, lse + number, batch, queries, there,
+        token_step, left, right, prefix_rows, prefix, start, blocks, edge, whole, factor,
     )  # fmt: skip
+    W: gl.constexpr = WARPS
+    rings = (k_ring, v_ring, k_full, k_empty, v_full, v_empty, k_at, v_at, start, blocks, N, STAGES)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (attend, (0, row, told, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS, M, N, DV, V_WIDTH, STAGES, W)),
+                (attend, (1, row + M, told, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS, M, N, DV, V_WIDTH, STAGES, W)),
+                (bring, rings),
+            ],
+            [WARPS, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        last = row + 2 * M
+        gl.warp_specialize(
+            [
+                (attend, (0, row, told, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS, M, N, DV, V_WIDTH, STAGES, W)),
+                (attend, (1, row + M, told, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS, M, N, DV, V_WIDTH, STAGES, W)),
+                (attend, (2, last, told, BOTTOM, LEFT, RIGHT, PREFIX, SIGN, PARTS, M, N, DV, V_WIDTH, STAGES, W)),
+                (bring, rings),
+            ],
+            [WARPS, WARPS, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
 
 
 def forward(call: Call, config: Config) -> Launch | list[Launch]:
@@ -296,10 +329,11 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     }  # fmt: skip
     constants = {
         **arguments.mask_constants(call), "SIGN": arguments.sign_of(call), "UNIT": unit,
-        "PARTS": parts, "M": config.m // 2, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns,
-        "V_WIDTH": v.columns, "STAGES": config.stages, "WARPS": WARPS, "REGISTERS": config.registers,
+        "PARTS": parts, "GROUPS": config.m // 64, "M": 64, "N": config.n, "D": width_of(q), "DV": width_of(v),
+        "WIDTH": q.columns, "V_WIDTH": v.columns, "STAGES": config.stages, "WARPS": WARPS,
+        "REGISTERS": config.registers,
     }  # fmt: skip
     programs = count * batch * q.shape[-2] * parts
-    workspace = Scratch("descriptors", (programs * 3 * DESCRIPTOR,), torch.uint8)
+    workspace = Scratch("descriptors", (programs * 2 * DESCRIPTOR,), torch.uint8)
     made = Launch(attention_hopper, (programs, 1, 1), args, constants, {"num_warps": WARPS}, workspace=workspace)
     return made if parts == 1 else [made, merge(call, parts, found)]

@@ -10,7 +10,7 @@ from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
-from tilewright.ops.attention import backward_configs, configs, configs_packed, vendor
+from tilewright.ops.attention import backward_configs, configs, configs_dense, configs_packed, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -39,6 +39,19 @@ def _pairs(call: Call) -> Iterable[Reason]:
     """cuDNN's own words: s_q = s_kv = 1 is not supported."""
     if call.q.shape[1] == call.k.shape[1] == 1:
         yield Reason("q", "1 query and 1 key; cuDNN has no gradient of that", "use another backend")
+
+
+def _few_keys(call: Call) -> Iterable[Reason]:
+    """A program holds all keys and values, and the scores of its queries in registers."""
+    keys, widest = call.k.shape[-3], max(call.q.columns, call.v.columns)
+    if keys > configs_dense.FEW_KEYS or widest > configs_dense.NARROW_HEADS:
+        yield Reason(
+            "k",
+            f"{keys} keys, heads of {widest}; takes up to {configs_dense.FEW_KEYS} and {configs_dense.NARROW_HEADS}",
+        )
+    for name in ("window_left", "prefix_rows"):
+        if call[name] > (-1 if name == "window_left" else 0):
+            yield Reason(name, f"{call[name]}; takes none")
 
 
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
@@ -111,11 +124,27 @@ HOPPER_KERNELS = [
             limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, _long_sequences, _many_queries),
             emulated=False,
         ),
-        configs.hopper_configs,
+        configs_dense.hopper_configs,
         label="hopper",
         preference=14,  # behind those of aten, before all others of ours
     )
     for op in ("attention", "varlen_attention")
+]
+
+SHORT_KERNELS = [
+    Kernel(
+        "attention",
+        "triton",
+        f"{_HERE}.short:forward",
+        Capability(
+            (cuda(90, 90),),
+            HALVES,
+            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, _few_keys),
+            emulated=False,
+        ),
+        configs_dense.short_configs,
+        label="short",
+    )
 ]
 
 TILELANG_KERNELS = [
@@ -133,4 +162,4 @@ TILELANG_KERNELS = [
     for op in ("attention", "varlen_attention")
 ]
 
-KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *TILELANG_KERNELS]
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *SHORT_KERNELS, *TILELANG_KERNELS]

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, Scratch
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.configs import packed_heads, width_of
 from tilewright.ops.attention.triton_tiles import place_of, rates, seen_by
+from tilewright.ops.configs import power_of_2_at_least
 from tilewright.ops.triton_scores import DESCRIPTOR, kept, precision
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -23,38 +24,63 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tile_of(
-    at, first, end, row_step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    at, first, end, row_step, MASKED: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, FROM: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """[N, D] of keys or values from `first` on, 0 past `end`."""
+    """[N, D] of keys or values from `first` and column FROM on, 0 past `end` and WIDTH."""
     if TMA:
         return at.load([first, 0])
     else:
         place = at + first * row_step  # a product of 64 bits, as the step has
-        lines, columns = tl.arange(0, N), tl.arange(0, D)
+        lines, columns = tl.arange(0, N), FROM + tl.arange(0, D)
         place += lines[:, None].to(tl.int64) * row_step + columns[None, :]
         if MASKED:
             there = (lines < end - first)[:, None]
-            return tl.load(place, mask=there if WIDTH == D else there & (columns < WIDTH)[None, :], other=0.0)
-        elif WIDTH == D:
+            return tl.load(place, mask=there if FROM + D <= WIDTH else there & (columns < WIDTH)[None, :], other=0.0)
+        elif FROM + D <= WIDTH:
             return tl.load(place)
         else:
             return tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def walk(
-    q, k, v, total, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor, k_row, v_row,
-    seed, offset, numbers, limit,
-    MASKED: tl.constexpr, GAPS: tl.constexpr, SIGN: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
-    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+def span(
+    row, M, queries, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+    PACK: tl.constexpr, BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over keys [start, stop): (sum of exp2 times v, sum of exp2, largest score). GAPS: there may be
-    some that no row sees; their values are put to 0, for 0 times NaN is NaN."""
+    """(start, whole, edge, end): keys [start, end) are seen by some of the M rows from `row` on, [whole, edge) by all.
+
+    Both bounds of `seen_by` grow with the query, so the first and the last row tell.
+    """
+    rows = queries * PACK
+    first, last = row // PACK, tl.maximum(tl.minimum(row + M, rows) - 1, 0) // PACK
+    start, edge = seen_by(first, queries, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                          BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    whole, end = seen_by(last, queries, keys, batch, left, right, prefix_rows, prefix, prefix_kv_len,
+                         BOTTOM, LEFT, RIGHT, PREFIX)  # fmt: skip
+    some = row < rows
+    start = tl.where(some, tl.minimum(start, keys), keys)
+    end = tl.where(some, tl.minimum(tl.maximum(end, 0), keys), 0)
+    return start, tl.where(some, whole, start), tl.minimum(edge, end), end
+
+
+@triton.jit
+def walk(
+    q, q_rest, k, v, total, rest, sums, top, start, stop, end, low, high, mask_rows, mask_step, mask_rows_there, factor,
+    k_row, v_row, seed, offset, numbers, limit,
+    MASKED: tl.constexpr, GAPS: tl.constexpr, SIGN: tl.constexpr, DROPS: tl.constexpr, TMA: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The softmax over keys [start, stop): (sum of exp2 times v, the same of its other columns, sum of exp2, largest
+    score). GAPS: there may be some that no row sees; their values are put to 0, for 0 times NaN is NaN."""
     for first in tl.range(start, stop, N):
-        keys = tile_of(k, first, end, k_row, MASKED, TMA, N, D, WIDTH)
+        keys = tile_of(k, first, end, k_row, MASKED, TMA, N, 0, D, WIDTH)
+        if D_REST:
+            keys_rest = tile_of(k, first, end, k_row, MASKED, TMA, N, D, D_REST, WIDTH)
         scores = tl.dot(q, keys.T, input_precision=PRECISION)
+        if D_REST:
+            scores = tl.dot(q_rest, keys_rest.T, scores, input_precision=PRECISION)
         if SIGN != 1:
             scores *= SIGN
         if MASKED:
@@ -76,14 +102,22 @@ def walk(
         shrink = tl.math.exp2((top - base) * factor)
         sums = sums * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
+        if DV_REST:
+            rest = rest * shrink[:, None]
         top = new
         if DROPS:
             p = tl.where(kept(seed, offset, numbers, first, limit, N), p, 0.0)
-        values = tile_of(v, first, end, v_row, MASKED, TMA, N, DV, V_WIDTH)
+        values = tile_of(v, first, end, v_row, MASKED, TMA, N, 0, DV, V_WIDTH)
+        p = p.to(values.dtype)
         if GAPS:  # not in the mask of the load: the compiler gives up on one that waits for a product
             values = tl.where(used[:, None], values, 0.0)
-        total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
-    return total, sums, top
+        total = tl.dot(p, values, total, input_precision=PRECISION)
+        if DV_REST:
+            values_rest = tile_of(v, first, end, v_row, MASKED, TMA, N, DV, DV_REST, V_WIDTH)
+            if GAPS:
+                values_rest = tl.where(used[:, None], values_rest, 0.0)
+            rest = tl.dot(p, values_rest, rest, input_precision=PRECISION)
+    return total, rest, sums, top
 
 
 @triton.jit(
@@ -98,8 +132,8 @@ def attention_forward(
     tiles, heads, group, factor, limit, kept_scale,
     BOTTOM: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, DROPS: tl.constexpr,
     SIGN: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr, PARTS: tl.constexpr,
-    UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr,
+    DV_REST: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """o and lse of M rows; of a part of the keys, both as they are merged: lse in powers of 2, o in float32."""
     if PDL:
@@ -131,21 +165,24 @@ def attention_forward(
     high = tl.where(inside, high, 0)
     columns = tl.arange(0, D)
     q_place = q + batch * q_batch + (first_query + query) * q_row + which * q_head
-    q_mask = inside[:, None] if WIDTH == D else inside[:, None] & (columns < WIDTH)[None, :]
+    q_mask = inside[:, None] if D <= WIDTH else inside[:, None] & (columns < WIDTH)[None, :]
     mine = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
+    mine_rest = None
+    if D_REST:
+        columns = D + tl.arange(0, D_REST)
+        q_mask = inside[:, None] & (columns < WIDTH)[None, :]
+        mine_rest = tl.load(q_place[:, None] + columns[None, :], mask=q_mask, other=0.0)
 
     # Keys [start, end) are seen by some row of the tile, those of [whole, edge) by all of them. Tiles of keys begin
     # with one that is seen, or where a mask or random numbers want them to.
-    start = tl.min(tl.where(inside, low, there), 0)
-    end = tl.minimum(tl.max(high, 0), there)
+    start, whole, edge, end = span(
+        tile * M, M, queries, there, batch, left, right, prefix_rows, prefix, prefix_kv_len, PACK, BOTTOM, LEFT, RIGHT,
+        PREFIX,
+    )  # fmt: skip
     if mask is not None or DROPS:
         start = start // N * N
     origin = start
-    whole, edge = start, end
-    if LEFT:
-        whole = origin + tl.cdiv(tl.max(tl.where(inside, low, 0), 0) - origin, N) * N
-    if RIGHT or PREFIX:
-        edge = tl.min(tl.where(inside, high, there), 0)
+    whole = origin + tl.cdiv(tl.maximum(whole - origin, 0), N) * N
     if PARTS > 1:
         share = tl.cdiv(tl.maximum(tl.cdiv(end - start, N), 0), PARTS) * N
         start = start + part * share
@@ -182,44 +219,60 @@ def attention_forward(
 
     total = tl.zeros([M, DV], tl.float32)
     sums = tl.zeros([M], tl.float32)
+    rest = tl.zeros([M, DV_REST], tl.float32) if DV_REST else sums  # a stand-in, for None is no result
     top = tl.full([M], float("-inf"), tl.float32)
     if mask is None:
         if LEFT:
-            total, sums, top = walk(
-                mine, at_k, at_v, total, sums, top, start, whole, end, low, high, mask_rows, mask_step, inside, factor,
-                k_row, v_row, drawn, offsets, numbers, limit,
-                True, PREFIX or DROPS, SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+            total, rest, sums, top = walk(
+                mine, mine_rest, at_k, at_v, total, rest, sums, top, start, whole, end, low, high, mask_rows, mask_step,
+                inside, factor, k_row, v_row, drawn, offsets, numbers, limit,
+                True, PREFIX or DROPS, SIGN, DROPS, TMA, N, D, D_REST, DV, DV_REST, WIDTH, V_WIDTH, PRECISION,
             )  # fmt: skip
-        total, sums, top = walk(
-            mine, at_k, at_v, total, sums, top, whole, edge, end, low, high, mask_rows, mask_step, inside, factor,
-            k_row, v_row, drawn, offsets, numbers, limit,
-            False, False, SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH, PRECISION,
+        total, rest, sums, top = walk(
+            mine, mine_rest, at_k, at_v, total, rest, sums, top, whole, edge, end, low, high, mask_rows, mask_step,
+            inside, factor, k_row, v_row, drawn, offsets, numbers, limit,
+            False, False, SIGN, DROPS, TMA, N, D, D_REST, DV, DV_REST, WIDTH, V_WIDTH, PRECISION,
         )  # fmt: skip
     else:
         edge = start
-    total, sums, top = walk(
-        mine, at_k, at_v, total, sums, top, edge, end, end, low, high, mask_rows, mask_step, inside, factor,
-        k_row, v_row, drawn, offsets, numbers, limit,
-        True, mask is not None or (LEFT and (PREFIX or DROPS)), SIGN, DROPS, TMA, N, D, DV, WIDTH, V_WIDTH,
-        PRECISION,
+    total, rest, sums, top = walk(
+        mine, mine_rest, at_k, at_v, total, rest, sums, top, edge, end, end, low, high, mask_rows, mask_step,
+        inside, factor, k_row, v_row, drawn, offsets, numbers, limit,
+        True, mask is not None or (LEFT and (PREFIX or DROPS)), SIGN, DROPS, TMA, N, D, D_REST, DV, DV_REST,
+        WIDTH, V_WIDTH, PRECISION,
     )  # fmt: skip
 
     scale = tl.where(sums == 0.0, 0.0, 1.0 / sums)  # of NaN it is NaN
     if DROPS:
         scale *= kept_scale
-    total = tl.where((sums == 0.0)[:, None], 0.0, total * scale[:, None])
     level = top * factor + tl.math.log2(sums)  # -Inf where nothing was seen
-    v_columns = tl.arange(0, DV)
-    store = inside[:, None] if V_WIDTH == DV else inside[:, None] & (v_columns < V_WIDTH)[None, :]
     if PARTS > 1:
         numbers = numbers * PARTS + part
-        tl.store(lse + numbers, level, mask=inside)
-        tl.store(o + numbers[:, None] * V_WIDTH + v_columns[None, :], total, mask=store)
+        out = o + numbers * V_WIDTH
     else:
-        tl.store(lse + numbers, level * LN2, mask=inside)
-        token = batch * rows + first_query + query
-        out = o + (token * heads + which)[:, None] * V_WIDTH + v_columns[None, :]
-        tl.store(out, total.to(o.dtype.element_ty), mask=store)
+        level *= LN2
+        out = o + ((batch * rows + first_query + query) * heads + which) * V_WIDTH
+    tl.store(lse + numbers, level, mask=inside)
+    put(out, total, scale, inside, 0, DV, V_WIDTH)
+    if DV_REST:
+        put(out, rest, scale, inside, DV, DV_REST, V_WIDTH)
+
+
+@triton.jit
+def put(out, total, scale, inside, FROM: tl.constexpr, DV: tl.constexpr, V_WIDTH: tl.constexpr):
+    """The columns of o from FROM on: `total` times `scale`, and 0 where the scale is, whatever the total."""
+    found = tl.where((scale == 0.0)[:, None], 0.0, total * scale[:, None])
+    columns = FROM + tl.arange(0, DV)
+    there = inside[:, None] if FROM + DV <= V_WIDTH else inside[:, None] & (columns < V_WIDTH)[None, :]
+    tl.store(out[:, None] + columns[None, :], found.to(out.dtype.element_ty), mask=there)
+
+
+def columns_of(facts: TensorFacts, whole: bool) -> tuple[int, int]:
+    """How many columns of a head are in one tile, and how many in a second, where two powers of two are fewer than
+    one: 64 and 16 of 72. `whole`: in one tile."""
+    wide = width_of(facts)
+    rest = max(16, power_of_2_at_least(facts.columns - wide // 2))
+    return (wide // 2, rest) if not whole and 32 < wide > wide // 2 + rest else (wide, 0)
 
 
 def forward(call: Call, config: Config) -> Launch | list[Launch]:
@@ -232,6 +285,7 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     if parts > 1:
         tensors |= parted(call, parts)
     drops = call.dropout_p > 0.0
+    (wide, rest), (v_wide, v_rest) = (columns_of(facts, bool(config.tma)) for facts in (q, v))
     args: dict[str, Argument] = {
         **tensors,
         **{name: call.tensors[name] if drops else None for name in ("seed", "offset", "state")},
@@ -242,8 +296,9 @@ def forward(call: Call, config: Config) -> Launch | list[Launch]:
     constants = {
         **arguments.mask_constants(call), "DROPS": drops, "SIGN": arguments.sign_of(call),
         "TMA": bool(config.tma), "PACK": pack, "PARTS": parts,
-        "M": config.m, "N": config.n, "D": width_of(q), "DV": width_of(v), "WIDTH": q.columns, "V_WIDTH": v.columns,
-        "UNIT": unit, "PRECISION": precision(call), "PDL": parts > 1 and follows(call),
+        "M": config.m, "N": config.n, "D": wide, "D_REST": rest, "DV": v_wide, "DV_REST": v_rest,
+        "WIDTH": q.columns, "V_WIDTH": v.columns, "UNIT": unit,
+        "PRECISION": precision(call), "PDL": parts > 1 and follows(call),
     }  # fmt: skip
     programs = count * batch * (q.shape[-2] // pack) * parts
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
