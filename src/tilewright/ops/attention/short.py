@@ -134,7 +134,11 @@ def attention_short(
 def forward(call: Call, config: Config) -> Launch:
     """o and lse."""
     q, k, v, m = call.q, call.k, call.v, config.m
-    count, unit, n = arguments.tiles_of(call, m, 1), arguments.unit_of(q, k, v), power_of_2_at_least(k.shape[-3])
+    count, unit, n = (
+        arguments.tiles_of(call, m, 1),
+        arguments.unit_of(q, k, v),
+        max(16, power_of_2_at_least(k.shape[-3])),
+    )
     masks = arguments.mask_arguments(call)
     rules = arguments.mask_constants(call)
     (wide, rest), (v_wide, v_rest) = columns_of(q, False), columns_of(v, False)
@@ -147,7 +151,7 @@ def forward(call: Call, config: Config) -> Launch:
     whole = not rules["RIGHT"] and not call.has("kv_len") and n == k.shape[-3]
     constants = {
         "BOTTOM": rules["BOTTOM"], "RIGHT": rules["RIGHT"], "SIGN": arguments.sign_of(call), "UNIT": unit,
-        "WHOLE": whole, "M": m, "N": max(16, n), "D": wide, "D_REST": rest, "DV": v_wide, "DV_REST": v_rest,
+        "WHOLE": whole, "M": m, "N": n, "D": wide, "D_REST": rest, "DV": v_wide, "DV_REST": v_rest,
         "WIDTH": q.columns, "V_WIDTH": v.columns, "WARPS": m // 16,
     }  # fmt: skip
     return Launch(attention_short, (count * q.shape[0] * q.shape[-2], 1, 1), args, constants, {"num_warps": m // 16})
