@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import made
 
+from attention_calls import made
 from tilewright.core import registry
 from tilewright.core.launch import Config
 from tilewright.verify.check import call_of, check, truth_of
