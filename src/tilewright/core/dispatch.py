@@ -24,6 +24,7 @@ from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
 from tilewright.core.policy import Policy
 from tilewright.core.selection import Selection, guarded
+from tilewright.core.shortcut import shortcut
 from tilewright.core.spent import Held, hooked
 from tilewright.core.times import Metric
 
@@ -150,9 +151,10 @@ def _select(
 
 
 def _without(op: Op[Any], run: Run) -> Callable[..., Any]:
-    if op.single:
-        return getattr(run, "single", None) or (lambda *tensors: run(*tensors)[0])
-    return lambda *tensors: tuple(run(*tensors))
+    direct: Callable[..., Any] | None = getattr(run, "direct", None)
+    if direct is not None:
+        return direct
+    return (lambda *tensors: run(*tensors)[0]) if op.single else lambda *tensors: tuple(run(*tensors))
 
 
 def _looked_at(run: Run, op: Op[Any], options: dict[str, Any]) -> Run:
@@ -199,12 +201,23 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan, kept, spending = ctx.backward_plan, ctx.saved_tensors, False
-        if plan.spent and ctx.held is not None and any(g is not None for g in grads):
+        plan, needs = ctx.backward_plan, ctx.needs_input_grad
+        serve = plan.shortcuts.get(needs)
+        if serve is not None:
+            return serve(grads, ctx.saved_tensors)
+        kept, spending = ctx.saved_tensors, False
+        if not plan.spent:
+            if not torch.compiler.is_dynamo_compiling():
+                plan.shortcuts[needs] = shortcut(plan, needs, 2)
+        elif ctx.held is not None and any(g is not None for g in grads):
             # Once the caller has the gradient no one else may refer to it, or autograd copies what it adds up.
             given = ctx.held.take(len(plan.spent))
             kept, spending = (*kept, *given), given[0] is not None
-        return None, None, *plan(grads, kept, ctx.needs_input_grad[2:], False, spending)
+        return None, None, *plan(grads, kept, needs[2:], False, spending)
+
+
+# The engine calls `apply` of the node's class; torch's own finds out each time that `backward` is what to call.
+_Apply._backward_cls.apply = _Apply.backward  # type: ignore[attr-defined]
 
 
 def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:

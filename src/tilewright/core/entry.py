@@ -7,13 +7,12 @@ needs a gradient); then the exact key in a table; then `dispatch.resolve`. Whate
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tilewright.core import dispatch, evidence, node, policy
+from tilewright.core import dispatch, evidence, node, policy, shortcut
 from tilewright.core.declaration import signature_of
 from tilewright.core.errors import TilewrightError
 from tilewright.core.op import Op
@@ -31,9 +30,8 @@ def {name}(self, {signature}, backend=None, _frozen=None):
         return through_node(self, ({tensors},), ({options}), backend)
     grad = grad_enabled()
     plain = not (function_modes() or dispatch_modes()) and forward_ad._current_level < 0
-    level = ({absent} {option_keys} backend, grad, _frozen, policy_here(), deterministic(), epoch[0])
+    level = {level}
     try:
-        # Guards ask for sizes, which ends the process where a nested tensor has none.
         found = recent.get(level) if plain and not ({nested}) else None
     except (TypeError, AttributeError):
         return without_key(self, ({tensors},), ({options}), backend)
@@ -70,7 +68,7 @@ _TENSOR_KEY = (
 )
 
 
-LOCALS = ("self", "backend", "grad", "plain", "level", "found", "given", "check", "plan", "key", "fresh", "address")
+LOCALS = (*shortcut.LOCALS, "self", "plain", "level", "key", "fresh", "address")
 """Names of the entry's own: an argument of such a name would be overwritten, or would overwrite."""
 
 
@@ -106,35 +104,26 @@ def install(op: Op[Any]) -> None:
     if taken:
         raise TilewrightError(f"op {op.name}: {', '.join(taken)} is a name of the entry's own; choose another")
     shown = {"__doc__": op.__doc__, "__module__": op.reference.__module__}
-    first = _generated(op, scope, _FIRST.format(**_common(op), named="".join(f"{n}={n}, " for n in op.options)))
+    first = _generated(
+        op,
+        scope,
+        _FIRST.format(**_common(op), tensors=", ".join(op.tensors), named="".join(f"{n}={n}, " for n in op.options)),
+    )
     op.__class__ = type(op.name, (type(op),), {"__call__": first, "__slots__": (), **shown})
     node.define(op, dispatch.run_node)
 
 
 def _entry_of(op: Op[Any]) -> Callable[..., Any]:
     """The whole entry, which takes the place of the first. Two threads may make it at once without harm."""
-    required = [n for n in op.tensors if n not in op.optional]
-    optional = [n for n in op.tensors if n in op.optional]
-    given = f"({', '.join(op.tensors)},)"
-    if optional:
-        whole = " and ".join(f"{n} is not None" for n in optional)
-        given = f"{given} if {whole} else [t for t in {given} if t is not None]"
     text = _ENTRY.format(
         **_common(op),
-        absent="".join(f"{n} is None, " for n in optional),
-        option_keys="".join(f"{n}, {n}.__class__, " for n in op.options),
-        given=given,
-        nested=" or ".join(
-            f"{n}.is_nested" if n in required else f"{n} is not None and {n}.is_nested" for n in op.tensors
-        ),
-        addresses=" | ".join(
-            f"{n}.data_ptr()" if n in required else f"(0 if {n} is None else {n}.data_ptr())" for n in op.tensors
-        ),
+        **shortcut.pieces(op, {}),
         exact=" and ".join(
-            [f"type({n}) in EXACT" for n in required] + [f"({n} is None or type({n}) in EXACT)" for n in optional]
+            f"type({n}) in EXACT" if n not in op.optional else f"({n} is None or type({n}) in EXACT)"
+            for n in op.tensors
         ),
         tensor_keys=", ".join(
-            _TENSOR_KEY.format(n=n) if n in required else f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})"
+            f"None if {n} is None else ({_TENSOR_KEY.format(n=n)})" if n in op.optional else _TENSOR_KEY.format(n=n)
             for n in op.tensors
         ),
     )
@@ -148,15 +137,12 @@ def _common(op: Op[Any]) -> dict[str, str]:
     return {
         "name": op.name,
         "signature": _signature(op),
-        "tensors": ", ".join(op.tensors),
         "options": "".join(f"{n}, " for n in op.options),
     }
 
 
 def _generated(op: Op[Any], scope: dict[str, Any], text: str) -> Callable[..., Any]:
-    file = f"<tilewright op {op.name}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), scope)
+    exec(compile(text, shortcut.remembered(f"<tilewright op {op.name}>", text), "exec"), scope)
     made: Callable[..., Any] = scope.pop(op.name)
     return made
 

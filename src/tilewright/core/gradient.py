@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,11 +57,13 @@ class Backward:
         """Sources in the forward of what is kept for the gradient; what may be spent comes last."""
         self.keep = [names.index(name) for name in self.kept]
         self.known = {n: value for n, value in options.items() if n not in names}
-        # The backward op's tensors as indices into (upstream gradients, kept tensors, what is found, None).
+        # Where its tensors are among (upstream gradients, kept tensors, what is found, None).
         upstream = {param: list(op.out).index(out) for out, param in gradient.grads.items()}
         kept = {param: self.outputs + self.kept.index(source) for param, source in self.takes.items()}
         found = {param: self.outputs + len(self.kept) + place for place, param in enumerate(gradient.finds)}
-        self.gather = _picker([{**upstream, **kept, **found}.get(n, -1) for n in self.backward.tensors])
+        self.places = [{**upstream, **kept, **found}.get(n, -1) for n in self.backward.tensors]
+        self.gather = _picker(self.places)
+        self.there = self._known(inputs)
         self.options = {n: options.get(n, default) for n, default in self.backward.options.items()}
         # Each input's gradient as an index into (results of the backward op, upstream gradients).
         self.made = len(self.backward.out)
@@ -79,6 +80,21 @@ class Backward:
         self.pinned = None if asked == "reference" else asked
         """The only backend that may compute it, as a pin or a strict preference says; the reference always can."""
         self._ways: dict[tuple[bool, ...], tuple[dict[str, Any], bool, Picker]] = {}
+        self.shortcuts: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        """By what autograd's function says that its inputs want: see `shortcut.py`."""
+
+    def _known(self, inputs: Mapping[str, Any]) -> dict[str, bool]:
+        """Whether tensors of the backward op will be there, of those of which the forward call tells; of the gradient
+        of a single output, in every call that computes something."""
+        always = {*self.op.out} if not self.op.may_skip else set()
+        always |= {name for name, saved in self.op.saved.items() if not saved.optional}
+        known = {n: False for n, place in zip(self.backward.tensors, self.places, strict=True) if place < 0}
+        for param, source in self.takes.items():
+            if source in inputs:
+                known[param] = inputs[source] is not None
+            elif source in always:
+                known[param] = True
+        return known | (dict.fromkeys(self.gradient.grads.values(), True) if self.outputs == 1 else {})
 
     def _spent(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
         sources = [self.takes[param] for param in self.gradient.spends.values()]
@@ -114,7 +130,7 @@ class Backward:
             return (None,) * len(self.sources)
         found, entries = self._find(kept) if self.gradient.finds else ((), 0)
         tensors = self.gather((*grads, *kept, *found, None))
-        options, computes, pick = self._ways.get(wanted) or self._way(wanted)
+        options, computes, pick = self._ways.get(wanted) or self._add_way(wanted)
         made: Any
         if not computes:
             made = (None,) * self.made  # upstream gradients are all that is wanted
@@ -127,13 +143,17 @@ class Backward:
         results = (made, *grads, None) if isinstance(made, Tensor) else (*made, *grads, None)
         return pick(self._sparse_of(results, entries) if self.sparse else results)
 
-    def _way(self, wanted: tuple[bool, ...]) -> tuple[dict[str, Any], bool, Picker]:
+    def way(self, wanted: tuple[bool, ...]) -> tuple[dict[str, Any], bool, list[int]]:
         """What depends on which inputs want a gradient: options, whether there is anything to compute, and which of
         (results of the backward op, upstream gradients, None) are the inputs' gradients."""
         needs = self.needs(wanted)
         options = {**self.options, "needs": needs} if self.backward.may_skip else self.options
         taken = [-1 if s is None or not want else s for s, want in zip(self.sources, wanted, strict=True)]
-        found = self._ways[wanted] = options, any(needs), _picker(taken)
+        return options, any(needs), taken
+
+    def _add_way(self, wanted: tuple[bool, ...]) -> tuple[dict[str, Any], bool, Picker]:
+        options, computes, taken = self.way(wanted)
+        found = self._ways[wanted] = options, computes, _picker(taken)
         return found
 
     def _sparse_of(self, results: Sequence[Any], entries: int) -> list[Any]:
@@ -234,10 +254,8 @@ class Backward:
 
 
 def _picker(places: Sequence[int]) -> Picker:
-    """Takes these places of a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda every: tuple(every[place] for place in places)
+    """Takes these places of a tuple. No `itemgetter`: compiled autograd does not look into one."""
+    return lambda every: tuple([every[place] for place in places])
 
 
 def names_of(found: Saved) -> list[str]:

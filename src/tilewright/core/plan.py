@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import itemgetter
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -46,43 +45,56 @@ def _bound(kernel: Kernel, config: Config, call: Call, poison: bool) -> Run:
         return _without_autocast(backend.bind(kernel, call))
     stages = stages_of(kernel.load()(call, config))
     launch = prepare(backend, stages, call)
-    inputs = [n for n in call.tensors if n in op.tensors]
+    return _allocating(op, call, launch, [scratch.facts for scratch in scratches(stages)], poison)
+
+
+def _allocating(
+    op: Op[Any], call: Call, launch: Callable[[Buffers], None], scratch: Sequence[TensorFacts], poison: bool
+) -> Run:
+    """Allocates results and scratch, and launches. Generated, for loops cost here what an allocation costs.
+
+    Its attribute `direct`, of a call that saves nothing, does the same and returns what the op returns.
+    """
+    space: dict[str, Any] = {"launch": launch, "empty": _plain_allocator(call), "poisoned": _poisoned}
+    like = next(i for i, n in enumerate(op.tensors) if call.tensors[n] is not None)
+
+    def allocation(facts: TensorFacts | None) -> str:
+        if facts is None:
+            return "None"
+        number = len(space)
+        space.update({f"shape{number}": facts.shape, f"stride{number}": facts.stride, f"dtype{number}": facts.dtype})
+        what = f"shape{number}, stride{number}, "
+        fresh = f"empty({what}dtype{number})"
+        if space["empty"] is None:
+            fresh = f"t{like}.new_empty_strided({what}dtype=dtype{number})"
+        return f"poisoned({fresh})" if poison else fresh
+
+    given = [f"t{i}" for i in range(len(op.tensors))]
+    over = {output: given[op.tensors.index(name)] for output, name in call.aliased.items()}
     results = [n for n in call.tensors if n not in op.tensors and (call.saving or n in op.out)]
-    allocate = [_allocator(call.tensors[n], call) for n in results]
-    if poison:
-        allocate = [_poisoned(a) for a in allocate]
-    for output, name in call.aliased.items():
-        allocate[results.index(output)] = itemgetter(inputs.index(name))
+    made = [f"m{i}" for i in range(len(results))]
     # Names that are absent from this call (statistics that are not saved) still hold their place in the buffers.
-    padding = (None,) * (len(call.tensors) - len(inputs) - len(results))
-    extra = [_allocator(s.facts, call) for s in scratches(stages)]
-    if poison:
-        extra = [_poisoned(a) for a in extra]
-    first, second = allocate[0], allocate[1] if len(allocate) > 1 else allocate[0]
+    absent = ["None"] * (len(call.tensors) - len(given) - len(made))
+    lines = [f"{m} = {over.get(n) or allocation(call.tensors[n])}" for m, n in zip(made, results, strict=True)]
+    lines.append(f"launch(({', '.join([*given, *made, *absent, *map(allocation, scratch)])},))")
+    run: Run = _generated(space, given, [*lines, f"return [{', '.join(made)}]"])
+    returned = made[0] if op.single else f"({', '.join(made)},)"
+    run.direct = _generated(space, given, [*lines, f"return {returned}"])  # type: ignore[attr-defined]
+    return run
 
-    def run(*tensors: Tensor | None) -> list[Any]:
-        made = [a(tensors) for a in allocate]
-        launch((*tensors, *made, *padding, *[a(tensors) for a in extra]))
-        return made
 
-    def run_one(*tensors: Tensor | None) -> list[Any]:
-        made = first(tensors)
-        launch((*tensors, made, *padding))
-        return [made]
+def _generated(space: dict[str, Any], parameters: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
+    """A function of these lines. What is in `space` it reads as locals of an enclosing one, faster than globals."""
+    inner = "\n        ".join(lines)
+    text = f"def make({', '.join(space)}):\n    def run({', '.join(parameters)}):\n        {inner}\n    return run\n"
+    return _factory(text)(**space)  # type: ignore[no-any-return]
 
-    def single(*tensors: Tensor | None) -> Tensor | None:
-        made = first(tensors)
-        launch((*tensors, made, *padding))
-        return made
 
-    run_one.single = single  # type: ignore[attr-defined]  # for ops of one output: the call without a list around it
-
-    def run_two(*tensors: Tensor | None) -> list[Any]:
-        made = [first(tensors), second(tensors)]
-        launch((*tensors, *made, *padding))
-        return made
-
-    return run if extra or len(allocate) > 2 else run_one if len(allocate) == 1 else run_two
+@lru_cache(maxsize=1024)
+def _factory(text: str) -> Callable[..., Any]:
+    scope: dict[str, Any] = {}
+    exec(compile(text, "<tilewright plan>", "exec"), scope)
+    return scope["make"]  # type: ignore[no-any-return]
 
 
 def prepare(backend: Backend, stages: Sequence[Stage], call: Call) -> Callable[[Buffers], None]:
@@ -162,18 +174,6 @@ def _without_autocast(run: Run) -> Run:
     return plain
 
 
-def _allocator(facts: TensorFacts | None, call: Call) -> Callable[[Sequence[Tensor | None]], Tensor | None]:
-    """How to get a fresh contiguous tensor of these facts most cheaply."""
-    if facts is None:
-        return lambda tensors: None
-    shape, stride, dtype = facts.shape, facts.stride, facts.dtype
-    plain = _plain_allocator(call)
-    if plain is not None:
-        return lambda tensors: plain(shape, stride, dtype)
-    like = next(i for i, n in enumerate(registry.op(call.op).tensors) if call.tensors[n] is not None)
-    return lambda tensors: tensors[like].new_empty_strided(shape, stride, dtype=dtype)  # type: ignore[union-attr]
-
-
 def _plain_allocator(call: Call) -> Callable[..., Tensor] | None:
     """What torch's own compiled code allocates with: 1.7 us cheaper a tensor than empty_like. It allocates on the
     current device, so it serves only where there is one."""
@@ -183,11 +183,6 @@ def _plain_allocator(call: Call) -> Callable[..., Tensor] | None:
     return getattr(guards, "_empty_strided_cpu", None) if call.device.kind == "cpu" else None
 
 
-def _poisoned(allocate: Callable[[Sequence[Tensor | None]], Tensor | None]) -> Callable[..., Tensor | None]:
-    def allocate_poisoned(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        made = allocate(tensors)
-        if made is not None:
-            made.reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
-        return made
-
-    return allocate_poisoned
+def _poisoned(made: Tensor) -> Tensor:
+    made.reshape(-1).view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+    return made
