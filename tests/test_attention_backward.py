@@ -17,6 +17,7 @@ from attention_calls import CASES, STATE, by_loops, lengths, made, seen_by_loops
 from tilewright.core import registry
 from tilewright.core.launch import Config
 from tilewright.core.plan import bind
+from tilewright.ops.attention import inputs as attention_inputs
 from tilewright.ops.attention import triton_backward_tiles
 from tilewright.verify.cases import Case, build
 from tilewright.verify.check import call_of, check, truth_of
@@ -324,3 +325,17 @@ def test_more_than_that_it_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
     room = triton_backward_tiles.ROOM.value - 8
     monkeypatch.setattr(triton_backward_tiles, "ROOM", type(triton_backward_tiles.ROOM)(room))
     assert any("largest error" in problem for problem in _problems_of_falling_weights("cpu"))
+
+
+def test_long_inputs_of_benchmarks_are_made_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all heads at once, two sequences of 16384 would be scores by a hundred gigabytes."""
+    op = registry.op("attention_backward")
+    options = {**op.usual, "causal": True, "align": "bottom_right"}
+    q, k, v = made(2, 40, 50, heads=4, groups=2)
+    found = dict.fromkeys(op.tensors) | {"q": q, "k": k, "v": v, "kv_len": torch.tensor([50, 20], dtype=torch.int32)}
+    whole, apart = dict(found), dict(found)
+    attention_inputs.derive_backward(whole, options)
+    monkeypatch.setattr(attention_inputs, "FEW_PAIRS", 0)
+    attention_inputs.derive_backward(apart, options)
+    assert torch.equal(whole["o"], apart["o"])
+    assert torch.equal(whole["lse"], apart["lse"])

@@ -128,16 +128,30 @@ def derive(found: dict[str, Any], options: Mapping[str, Any]) -> None:
         poison(found, masks.dense(found["q"], found["k"], found["kv_len"], found["prefix_kv_len"], mask, rules))
 
 
-def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """o and lse as forward returns them."""
+def _forward(found: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """By the definition, which holds every score at once: of many pairs (none of which it drops), head by head."""
     from tilewright.ops.attention.dense import attention
 
+    state, names = found["state"], ("q", "k", "v", "kv_len", "prefix_kv_len", "mask")
+    q, k, v, kv_len, prefix_kv_len, mask = (found[n] for n in names)
+    if q.shape[0] * q.shape[1] * k.shape[1] <= FEW_PAIRS or state is not None or mask is not None:
+        seed, offset = (None, None) if state is None else (state[:1], state[1:])
+        o, lse = attention.reference(q, k, v, kv_len, prefix_kv_len, mask, seed, offset, **options)
+        return o, lse
+    group = q.shape[2] // k.shape[2]
+    rows = []
+    for n in range(q.shape[0]):
+        lengths = [None if t is None else t[n : n + 1] for t in (kv_len, prefix_kv_len)]
+        heads = zip(q[n : n + 1].split(group, 2), k[n : n + 1].split(1, 2), v[n : n + 1].split(1, 2), strict=True)
+        rows.append([attention.reference(*head, *lengths, **options) for head in heads])
+    o = torch.cat([torch.cat([o for o, _ in row], 2) for row in rows])
+    return o, torch.cat([torch.cat([lse for _, lse in row], 1) for row in rows])
+
+
+def derive_backward(found: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """o and lse as forward returns them."""
     derive(found, options)
-    state = found["state"]
-    names = ("q", "k", "v", "kv_len", "prefix_kv_len", "mask")
-    seed, offset = (None, None) if state is None else (state[:1], state[1:])
-    asked = {n: v for n, v in options.items() if n != "needs"}
-    found["o"], found["lse"] = attention.reference(*(found[n] for n in names), seed, offset, **asked)
+    found["o"], found["lse"] = _forward(found, {n: v for n, v in options.items() if n != "needs"})
     if found["dlse"] is not None:
         found["dlse"] = found["dlse"].to(found["lse"].dtype)
 
