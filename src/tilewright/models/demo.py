@@ -20,16 +20,13 @@ import torch
 from torch import Tensor
 
 from tilewright.core.device import default_device, device_of
-from tilewright.core.dispatch import explain
-from tilewright.core.policy import use
-from tilewright.core.selection import Selection
+from tilewright.core.policy import current, use
+from tilewright.core.selection import Selection, weigh
 from tilewright.models import encoder
-from tilewright.models.linears import Linear
-from tilewright.models.norms import LayerNorm
 from tilewright.models.patching import Report, patch, unpatch
 from tilewright.ops.linear import linear
-from tilewright.ops.norm import l2_norm, layer_norm
-from tilewright.tune.engine import tune
+from tilewright.ops.norm import layer_norm
+from tilewright.tune import calls_of, tune
 from tilewright.tune.rounds import Effort
 
 QUERIES = [
@@ -200,27 +197,7 @@ class _Demo:
 
     def _met(self, model: encoder.Encoder) -> list[Selection]:
         """How each class of calls that the patched encoder makes is served now."""
-        found: dict[str, Selection] = {}
-
-        def see(module: LayerNorm | Linear, inputs: tuple[Tensor, ...]) -> None:
-            if isinstance(module, LayerNorm):
-                add(explain(layer_norm, inputs[0], module.weight, module.bias, eps=module.eps))
-            else:
-                add(explain(linear, inputs[0], module.weight, module.bias))
-
-        def add(selection: Selection) -> None:
-            found.setdefault(f"{selection.call.op} {selection.call_class}", selection)
-
-        patched = [m for m in model.model.modules() if isinstance(m, LayerNorm | Linear)]
-        hooks = [module.register_forward_pre_hook(see) for module in patched]
-        try:
-            pooled = model.pooled()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        with torch.no_grad():
-            add(explain(l2_norm, pooled, eps=encoder.EPS))
-        return list(found.values())
+        return [weigh(call, current()) for call in calls_of(model.embed)]
 
     def _backends(self, model: encoder.Encoder, op: str) -> list[str]:
         """Those with a kernel that takes every call of `op` here. Compiling inductor's again in this process takes a
