@@ -183,8 +183,9 @@ def linear(
 def inner_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, act: str, saving: bool
 ) -> tuple[Tensor | None, ...]:
-    """By oneDNN, from the weight as it is. In the blocked layout that oneDNN likes best it would be 3 to 12 % faster from
-    64 rows on, and up to twice as fast with 4; but a copy of each weight would have to be kept, and be kept true."""
+    """By oneDNN, from the weight as it is. In the blocked layout that oneDNN likes best it would be 3 to 12 % faster
+    from 64 rows on, and up to twice as fast with 4; but a copy of each weight would have to be kept, and be kept true.
+    """
     function = torch.ops.mkldnn._linear_pointwise
     rows = x.reshape(-1, x.shape[-1])
     if residual is None:
