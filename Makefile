@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo      real sentences through a real encoder, its norms served by Tilewright"
+	@echo "make demo      real sentences through a real encoder, its norms and linear layers served by Tilewright"
 	@echo "make test      lint, types, and the tests that fit in minutes"
 	@echo "make test-all  every test, every config, every architecture"
 	@echo "make docs      the documentation site, into site/"

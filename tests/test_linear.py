@@ -52,6 +52,7 @@ def test_is_torchs_function(act: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
+ONEDNN = next(k for k in registry.kernels_of("linear") if k.label == "onednn")
 SIZES = [((1,), 129, 1), ((1,), 1, 131), ((3,), 7, 5), ((70,), 33, 129), ((2, 9), 130, 257), ((17,), 96, 64)]
 
 
@@ -77,6 +78,42 @@ def test_sizes_that_fill_no_tile(lead: tuple[int, ...], k: int, n: int, dtype: t
             for config in kernel.configs_for(call)[:2]:
                 outcome = check(kernel, config, op, inputs, options, truth, saving=saving, emulated=emulated)
                 assert not outcome.problems, (kernel, config, outcome.problems)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("act", [act for act in ACTS if act != "relu2"])
+@pytest.mark.parametrize(("lead", "k", "n"), [*SIZES, ((19,), 1536, 40)])
+def test_onednns_epilogues(lead: tuple[int, ...], k: int, n: int, act: str) -> None:
+    """Which the test above leaves out, since forward saves there."""
+    op, where = registry.op("linear"), torch.device("cpu")
+    case = Case("size", "linear", lead, k, torch.float32, {"act": act}, sizes={"N": n}, absent=_absent(act))
+    inputs, options = build(case, op, where), {**op.usual, **case.options}
+    assert not ONEDNN.capability.reasons(call_of(op, inputs, options, False))
+    (config,) = ONEDNN.configs_for(call_of(op, inputs, options, False))
+    outcome = check(ONEDNN, config, op, inputs, options, truth_of(op, inputs, options, False), saving=False)
+    assert not outcome.problems, outcome.problems
+
+
+def _absent(act: str) -> tuple[str, ...]:
+    return () if act == "none" else ("residual",)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+def test_onednn_follows_the_weight_and_the_switch() -> None:
+    x, weight, bias, _ = _made((20,), 16, 8, torch.float32)
+    call = call_of(tw.linear, {"x": x, "weight": weight, "bias": bias, "residual": None}, {"act": "none"}, False)
+    product = ONEDNN.load()
+    for change in (lambda: None, lambda: weight.mul_(2), lambda: weight.detach().numpy().fill(0.5)):
+        change()
+        (y,) = product(x, weight, bias, None, act="none", saving=False)
+        torch.testing.assert_close(y, F.linear(x, weight, bias))
+    assert not ONEDNN.capability.reasons(call)
+    torch.backends.mkldnn.enabled = False
+    try:
+        (reason,) = ONEDNN.capability.reasons(call)
+    finally:
+        torch.backends.mkldnn.enabled = True
+    assert "oneDNN is switched off" in str(reason)
 
 
 @each_act

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import tilewright as tw
 from tilewright.models import patch, unpatch
-from tilewright.models.norms import OURS, LayerNorm, ModelRMSNorm, RMSNorm
+from tilewright.models.norms import LayerNorm, ModelRMSNorm, RMSNorm
+from tilewright.models.replacing import Replacement
 
 VOCABULARY = 101
 SHARED = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -74,18 +75,23 @@ def _as_good(name: str, found: Tensor, plain: Tensor, truth: Tensor, noise: floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("config", MODELS)
-def test_outputs_and_gradients_agree(config: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "linears"), [*((config, False) for config in MODELS), ("LlamaConfig", True), ("BertConfig", True)]
+)
+def test_outputs_and_gradients_agree(config: str, linears: bool, dtype: torch.dtype, device: str) -> None:
     _, kind, convention, count = MODELS[config]
     model = _build(config, dtype, device)
+    kinds = [kind] * count
+    if linears:
+        kinds += ["Linear"] * sum(type(m) is nn.Linear for m in model.modules())
     keys, parameters = list(model.state_dict()), list(model.parameters())
     truth, true_grads = _run(copy.deepcopy(model).float(), device)
     hidden, grads = _run(model, device)
 
-    report = patch(model)
-    assert [p.kind for p in report.replaced] == [kind] * count and not report.kept, str(report)
-    made = [m for m in model.modules() if isinstance(m, OURS)]
-    assert len(made) == count
+    report = patch(model, linears=linears)
+    assert sorted(p.kind for p in report.replaced) == sorted(kinds) and not report.kept, str(report)
+    made = [m for m in model.modules() if isinstance(m, Replacement)]
+    assert len(made) == len(kinds)
     assert {m._tilewright_convention.name for m in made if isinstance(m, ModelRMSNorm)} == ({convention} - {""})
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -98,8 +104,8 @@ def test_outputs_and_gradients_agree(config: str, dtype: torch.dtype, device: st
     for name, grad in grads.items():
         _as_good(name, patched_grads[name], grad, true_grads[name], NOISE[dtype], least)
 
-    assert unpatch(model) == count
-    assert not any(isinstance(m, OURS) for m in model.modules())
+    assert unpatch(model) == len(kinds)
+    assert not any(isinstance(m, Replacement) for m in model.modules())
     assert torch.equal(_run(model, device)[0], hidden)
 
 
@@ -289,7 +295,7 @@ def test_any_module_that_computes_it_is_taken() -> None:
         (lambda: nn.GroupNorm(2, 8), "no op here computes it"),
         (lambda: ScaledLayerNorm(8), "its forward is not that of LayerNorm"),
         (_replaced_on_the_instance, "replaced on the instance"),
-        (_parametrized, "parametrizations: a module inside the norm"),
+        (_parametrized, "parametrizations: a module inside it"),
         (HalfRMSNorm, "computes another formula"),
         (OtherEpsRMSNorm, "computes another formula"),
         (GroupRMSNorm, "computes another formula"),
@@ -309,14 +315,14 @@ def test_what_is_not_known_is_kept_with_the_reason(make: Callable[[], nn.Module]
 
 
 def test_a_norm_alone_has_no_place_to_be_replaced_in() -> None:
-    with pytest.raises(tw.InvalidArgument, match="is itself a norm"):
+    with pytest.raises(tw.InvalidArgument, match="is itself a LayerNorm"):
         patch(nn.LayerNorm(8))
     with pytest.raises(tw.InvalidArgument, match=r"torch\.nn\.Module"):
         patch("bert")  # type: ignore[arg-type]
 
 
 def test_a_model_without_norms() -> None:
-    assert str(patch(nn.Sequential(nn.Linear(2, 2)))) == "no norm found"
+    assert str(patch(nn.Sequential(nn.Linear(2, 2)))) == "nothing found to replace"
 
 
 def test_mixed_precision_weights() -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import tilewright as tw
 import toy_kernels
-from tilewright.core import cache, evidence, registry, times
+from tilewright.core import cache, dispatch, evidence, registry, times
 from tilewright.core.call import Call
 from tilewright.core.device import device_of, target_device
 from tilewright.core.kernel import Kernel
@@ -275,6 +275,31 @@ def test_classes_are_those_that_calls_meet() -> None:
         met = {(c.op, str(dict(c.options)), tuple(n for n, t in c.tensors.items() if t), c.saving) for c in seen}
         assert len(met) == 2
         assert met <= expected
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_calls_are_found_in_code(compiled: bool) -> None:
+    """Also those whose plans are known already, each class once, gradients and in-place forms included."""
+    x, weight = torch.randn(5, 24, requires_grad=True), torch.randn(7, 24)
+    function = tw.linear
+    if compiled:
+        function = torch.compile(lambda *tensors, act: tw.linear(*tensors, act=act), backend="aot_eager")
+
+    def step(rows: int = 5) -> None:
+        for _ in range(2):
+            function(tw.l2_norm(x[:rows]), weight, act="relu").sum().backward()
+        with torch.no_grad():
+            tw.silu_(torch.ones(3, 24))
+
+    with tw.use("reference"):
+        step()
+        found = classes.calls_of(step)
+        assert len(classes.calls_of(lambda: (step(5), step(1)))) > len(found), "other rows, another class"
+    assert {(c.op, c.saving) for c in found} == {
+        ("l2_norm", True), ("linear", True), ("linear_backward", False), ("l2_norm_backward", False), ("silu", False)
+    }  # fmt: skip
+    assert len(found) == 5 and found[0].x.shape == (5, 24)
+    assert not dispatch._watchers
 
 
 def test_each_class_of_an_op_has_a_name_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""`tilewright demo`: a real sentence encoder, its norms served by the library; see `tilewright.models.demo`."""
+"""`tilewright demo`: a real sentence encoder served by the library; see `tilewright.models.demo`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def command(
         bool, typer.Option("--compile", help="Time the layers as torch.compile makes them, too.")
     ] = False,
 ) -> None:
-    """Run a real model with real weights, its norms replaced, verified, tuned and explained."""
+    """Run a real model with real weights, its norms and linear layers replaced, verified, tuned and explained."""
     from tilewright.models import demo
 
     raise typer.Exit(demo.run(device or None, json, compile))

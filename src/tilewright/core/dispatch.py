@@ -8,7 +8,8 @@ real tensors comes back here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,21 @@ _comparer: list[Comparer] = []
 def install_comparer(comparer: Comparer) -> None:
     """What `check="always"` runs after each call: (call, clones of the inputs, outputs)."""
     _comparer[:] = [comparer]
+
+
+_watchers: list[Callable[[Call], None]] = []
+
+
+@contextmanager
+def watched(see: Callable[[Call], None]) -> Iterator[None]:
+    """`see` is told every call that is made inside, gradients and other threads included; one signature may come
+    several times. All plans are worked out anew, so that none is missed."""
+    _watchers.append(see)
+    evidence.bump()
+    try:
+        yield
+    finally:
+        _watchers.remove(see)
 
 
 def resolve(
@@ -108,6 +124,8 @@ def plan(
     `backward`: the gradient that the call saves for, if any; `wanted`: which tensors want one, where that is known.
     """
     call = facts_of(op, tensors, options, backward is not None, frozen[1])
+    for see in tuple(_watchers):
+        see(call)
     capturing = call.device.kind in ("cuda", "hip") and torch.cuda.is_current_stream_capturing()
     while True:
         chosen = _select(call, frozen[0], backend, metric, capturing, backward, wanted)

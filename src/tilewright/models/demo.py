@@ -1,8 +1,8 @@
-"""The main job on real input: a sentence encoder with real weights, its norms served by the library.
+"""The main job on real input: a sentence encoder with real weights, its norms and its products served by the library.
 
-`run` embeds sentences, replaces the model's norms, checks that the embeddings agree, tunes the shapes that it met, and
-shows which kernel serves which op, why, and what it did to the encoder's time, be it faster or slower. The encoder
-itself is in `encoder.py`.
+`run` embeds sentences, replaces the model's norms and linear layers, checks that the embeddings agree, tunes the shapes
+that it met, and shows which kernel serves which op, why, and what it did to the encoder's time, be it faster or slower.
+The encoder itself is in `encoder.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from tilewright.core.device import default_device, device_of
-from tilewright.core.dispatch import explain
-from tilewright.core.policy import use
-from tilewright.core.selection import Selection
+from tilewright.core.policy import current, use
+from tilewright.core.selection import Selection, weigh
 from tilewright.models import encoder
-from tilewright.models.norms import LayerNorm
-from tilewright.models.patching import patch, unpatch
-from tilewright.ops.norm import l2_norm, layer_norm
-from tilewright.tune.engine import tune
+from tilewright.models.patching import Report, patch, unpatch
+from tilewright.ops.linear import linear
+from tilewright.ops.norm import layer_norm
+from tilewright.tune import calls_of, tune
 from tilewright.tune.rounds import Effort
 
 QUERIES = [
@@ -142,16 +141,17 @@ class _Demo:
         before = model.embed_by_torch().float()
         if dtype == torch.float32:
             self.truth = before
-        report = patch(model.model)
+        report = _patch(model)
         self.say(f"\n== {name}\npatched: {report}")
         after = model.embed().float()
         self._agree(name, "as chosen before tuning", before, after)
         if dtype == torch.float32:
             self._show_matches(before, after)
         self._tune(model)
-        for backend in self._backends(model):
-            with use(backend=backend, ops=["layer_norm"], strict=True):
-                self._agree(name, f"layer_norm by {backend}", before, model.embed().float())
+        for op in (layer_norm.name, linear.name):
+            for backend in self._backends(model, op):
+                with use(backend=backend, ops=[op], strict=True):
+                    self._agree(name, f"{op} by {backend}", before, model.embed().float())
         self._agree(name, "as tuned", before, model.embed().float())
         self._explain(name, model)
         timings = [self._time(name, model)]
@@ -197,29 +197,14 @@ class _Demo:
 
     def _met(self, model: encoder.Encoder) -> list[Selection]:
         """How each class of calls that the patched encoder makes is served now."""
-        found: dict[str, Selection] = {}
+        return [weigh(call, current()) for call in calls_of(model.embed)]
 
-        def see(module: LayerNorm, inputs: tuple[Tensor, ...]) -> None:
-            add(explain(layer_norm, inputs[0], module.weight, module.bias, eps=module.eps))
-
-        def add(selection: Selection) -> None:
-            found.setdefault(f"{selection.call.op} {selection.call_class}", selection)
-
-        hooks = [m.register_forward_pre_hook(see) for m in model.model.modules() if isinstance(m, LayerNorm)]
-        try:
-            pooled = model.pooled()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        with torch.no_grad():
-            add(explain(l2_norm, pooled, eps=encoder.EPS))
-        return list(found.values())
-
-    def _backends(self, model: encoder.Encoder) -> list[str]:
-        """Those with a kernel that takes the encoder's layer norms here. Compiling inductor's again in this process
-        takes a CPU longer than the rest of the demo; its evidence comes from the tuner's worker."""
-        found = [c.backend for s in self._met(model) if s.call.op == layer_norm.name for c in s.candidates if c.fits]
-        return [b for b in dict.fromkeys(found) if b != "inductor" or self.where.type == "cuda"]
+    def _backends(self, model: encoder.Encoder, op: str) -> list[str]:
+        """Those with a kernel that takes every call of `op` here. Compiling inductor's again in this process takes a
+        CPU longer than the rest of the demo; its evidence comes from the tuner's worker."""
+        calls = [{c.backend: None for c in s.candidates if c.fits} for s in self._met(model) if s.call.op == op]
+        found = [backend for backend in calls[0] if all(backend in fitting for fitting in calls)]
+        return [b for b in found if b != "inductor" or self.where.type == "cuda"]
 
     def _tune(self, model: encoder.Encoder) -> None:
         self.say("\ntuning the shapes that it met, in processes of their own (kept for next time) ...")
@@ -240,7 +225,7 @@ class _Demo:
 
     def _time(self, name: str, model: encoder.Encoder) -> Timing:
         def patched() -> float:
-            patch(model.model)
+            _patch(model)
             return self._milliseconds(model.embed)
 
         def plain() -> float:
@@ -248,7 +233,7 @@ class _Demo:
             return self._milliseconds(model.embed_by_torch)
 
         found = self._by_turns(name, plain, patched)
-        patch(model.model)
+        _patch(model)
         return found
 
     def _time_beside_compiled(self, name: str, model: encoder.Encoder, dtype: torch.dtype) -> Timing:
@@ -290,6 +275,10 @@ class _Demo:
     def _wait(self) -> None:
         if self.where.type == "cuda":
             torch.cuda.synchronize(self.where)
+
+
+def _patch(model: encoder.Encoder) -> Report:
+    return patch(model.model, linears=True)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:

@@ -1,7 +1,6 @@
 """Norm modules that call the library's ops, and how a stranger's norm is recognised as one of them.
 
-A replacement shares its original's `__dict__` entries, parameter table and hooks included: both are views of one state,
-so checkpoints, optimisers, `.to()` and hooks see no difference. Walking a model is in `patching.py`.
+What all replacements share is in `replacing.py`, walking a model in `patching.py`.
 """
 
 from __future__ import annotations
@@ -10,17 +9,15 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from tilewright.core.reason import Reason
+from tilewright.models.replacing import R, Replacement, own_forward, share, stranger
 from tilewright.ops.norm import layer_norm, rms_norm
-
-ORIGINAL = "_tilewright_original"
-M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -57,15 +54,19 @@ MOST_DIFFERENT = 0.01
 more than a tenth of them."""
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Replacement, nn.LayerNorm):
     """`torch.nn.LayerNorm` served by `tilewright.layer_norm`."""
+
+    _tilewright_op = "layer_norm"
 
     def forward(self, input: Tensor) -> Tensor:
         return layer_norm(input, _fitting(self.weight, input), _fitting(self.bias, input), eps=self.eps)
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Replacement, nn.RMSNorm):
     """`torch.nn.RMSNorm` served by `tilewright.rms_norm`."""
+
+    _tilewright_op = "rms_norm"
 
     def forward(self, x: Tensor) -> Tensor:
         eps = self.eps
@@ -74,9 +75,10 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, _fitting(self.weight, x), eps=eps)
 
 
-class ModelRMSNorm(nn.Module):
+class ModelRMSNorm(Replacement):
     """An RMS norm of somebody's modelling code served by `tilewright.rms_norm`, in its own convention."""
 
+    _tilewright_op = "rms_norm"
     _tilewright_convention: Convention
     _tilewright_eps: float
 
@@ -84,13 +86,13 @@ class ModelRMSNorm(nn.Module):
         weight = _fitting(self._parameters.get("weight"), hidden_states)
         return rms_norm(hidden_states, weight, eps=self._tilewright_eps, **self._tilewright_convention.options)
 
+    def _tilewright_note(self) -> str:
+        return self._tilewright_convention.why
+
     def extra_repr(self) -> str:
         weight = self._parameters.get("weight")
         width = "" if weight is None else f"{tuple(weight.shape)}, "
         return f"{width}eps={self._tilewright_eps}, {self._tilewright_convention.name}"
-
-
-OURS = (LayerNorm, RMSNorm, ModelRMSNorm)
 
 
 def _fitting(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -100,13 +102,7 @@ def _fitting(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return weight.float()
 
 
-def original_of(module: nn.Module) -> nn.Module:
-    found = module.__dict__[ORIGINAL]
-    assert isinstance(found, nn.Module)
-    return found
-
-
-def replacement(module: nn.Module) -> nn.Module | Reason | None:
+def replacement(module: nn.Module) -> Replacement | Reason | None:
     """The module that would serve in the place of `module`, a reason why there is none, or None where `module` is no
     norm at all."""
     kind = type(module)
@@ -121,17 +117,17 @@ def replacement(module: nn.Module) -> nn.Module | Reason | None:
     return _of_model(module)
 
 
-def _of_torch(module: nn.LayerNorm | nn.RMSNorm, cls: type[M], base: type[nn.Module]) -> M | Reason:
-    kind = type(module)
-    if kind.forward is not base.forward:
-        return Reason(kind.__name__, f"its forward is not that of {base.__name__}")
+def _of_torch(module: nn.LayerNorm | nn.RMSNorm, cls: type[R], base: type[nn.Module]) -> R | Reason:
+    reason = own_forward(module, base)
+    if reason is not None:
+        return reason
     if len(module.normalized_shape) != 1:
         return Reason("normalized_shape", f"{list(module.normalized_shape)}", "takes one dimension, the last")
-    return _common(module, {"weight", "bias"}) or _share(module, cls)
+    return stranger(module, {"weight", "bias"}) or share(module, cls)
 
 
 def _of_model(module: nn.Module) -> ModelRMSNorm | Reason:
-    reason = _common(module, {"weight"})
+    reason = stranger(module, {"weight"})
     if reason is not None:
         return reason
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -146,33 +142,8 @@ def _of_model(module: nn.Module) -> ModelRMSNorm | Reason:
     convention = _convention(module, eps, None if weight is None else weight.numel())
     if isinstance(convention, Reason):
         return convention
-    made = _share(module, ModelRMSNorm)
+    made = share(module, ModelRMSNorm)
     made.__dict__.update(_tilewright_convention=convention, _tilewright_eps=eps)
-    return made
-
-
-def _common(module: nn.Module, parameters: set[str]) -> Reason | None:
-    """What keeps any module from being replaced."""
-    if "forward" in module.__dict__:
-        return Reason("forward", "replaced on the instance (a hook of accelerate, or another patch)", "patch first")
-    inner = next((name for name, _ in module.named_children()), None)
-    if inner is not None:
-        return Reason(inner, "a module inside the norm (a parametrization, an adapter)", "patch before adding it")
-    strange = sorted(n for n, p in module._parameters.items() if p is not None and n not in parameters)
-    strange += sorted(n for n, b in module._buffers.items() if b is not None)
-    if strange:
-        return Reason(strange[0], "state that no op here takes")
-    for name, parameter in module._parameters.items():
-        if parameter is not None and type(parameter) is not nn.Parameter:
-            return Reason(name, f"a {type(parameter).__name__}", "takes a plain Parameter; patch before sharding")
-    return None
-
-
-def _share(module: nn.Module, cls: type[M]) -> M:
-    """A module of `cls` over the very state of `module`."""
-    made = cls.__new__(cls)
-    made.__dict__.update(module.__dict__)
-    made.__dict__[ORIGINAL] = module  # not by attribute: that would register a submodule
     return made
 
 

@@ -1,19 +1,23 @@
-"""`patch(model)`: replaces the norms of somebody's model in place by modules that call the library's ops.
+"""`patch(model)`: replaces modules of somebody's model in place by such that call the library's ops.
 
-Which module is which norm is decided in `norms.py`; here is the walk, the way back, and the report.
+Which module is which is decided in `norms.py` and `linears.py`; here is the walk, the way back, and the report.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from tilewright.core.errors import InvalidArgument
 from tilewright.core.reason import Reason
-from tilewright.models.norms import OURS, ModelRMSNorm, original_of, replacement
+from tilewright.models import linears as linears_
+from tilewright.models import norms as norms_
+from tilewright.models.replacing import Replacement, original_of
+
+Recogniser = Callable[[nn.Module], Replacement | Reason | None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Patched:
 
 @dataclass(frozen=True)
 class Kept:
-    """A norm that was left as it is, and why."""
+    """A module of a kind that was asked for, left as it is, and why."""
 
     name: str
     kind: str
@@ -52,54 +56,61 @@ class Report:
         lines += [f"{count} x {kind} kept: {reason}" for (kind, reason), count in kept.items()]
         if self.already:
             lines.append(f"{len(self.already)} x patched before")
-        return "\n".join(lines) or "no norm found"
+        return "\n".join(lines) or "nothing found to replace"
 
 
-def patch(model: nn.Module) -> Report:
-    """Replace the norms of `model` in place by modules that call the library's ops.
+def patch(model: nn.Module, *, norms: bool = True, linears: bool = False) -> Report:
+    """Replace modules of `model` in place by such that call the library's ops.
 
     Parameters are shared and not copied, and `state_dict` keys stay, so checkpoints and optimisers made before or after
     go on working; training does too. What is not surely one of our ops is kept, with the reason in the report. Patching
-    twice changes nothing.
+    twice changes nothing; a second call may replace what the first was not asked for.
 
     Args:
-        model: any module that holds `torch.nn.LayerNorm`, `torch.nn.RMSNorm`, or RMS norms of modelling code such as
-            Hugging Face's; shared modules stay shared. Not itself a norm.
+        model: any module that holds those named below; shared modules stay shared. Not itself one of them.
+        norms: replace `torch.nn.LayerNorm`, `torch.nn.RMSNorm`, and RMS norms of modelling code such as Hugging
+            Face's.
+        linears: replace `torch.nn.Linear`. Off by default: it pays where the shapes that the model meets are tuned.
 
     Returns:
         What was replaced, what was kept and why. It prints as a few lines.
 
     Raises:
-        InvalidArgument: `model` is no module, or is itself a norm and so has no place to be replaced in.
+        InvalidArgument: `model` is no module, or is itself to be replaced and so has no place to be replaced in.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument("patch", "model", f"a {type(model).__name__}", "a torch.nn.Module is needed")
-    if isinstance(replacement(model), nn.Module):
-        raise InvalidArgument("patch", "model", "is itself a norm", "patch the module that holds it")
+    kinds: dict[Recogniser, bool] = {norms_.replacement: norms, linears_.replacement: linears}
+    asked = [recognise for recognise, wanted in kinds.items() if wanted]
+    if isinstance(_replacement(model, asked), nn.Module):
+        raise InvalidArgument("patch", "model", f"is itself a {type(model).__name__}", "patch the module that holds it")
     report = Report()
-    made: dict[nn.Module, nn.Module | Reason | None] = {}
+    made: dict[nn.Module, Replacement | Reason | None] = {}
     for parent, attribute, name, child in list(_places(model)):
-        if isinstance(child, OURS):
+        if isinstance(child, Replacement):
             report.already.append(name)
             continue
         if child not in made:
-            made[child] = replacement(child)
+            made[child] = _replacement(child, asked)
         found = made[child]
         if isinstance(found, Reason):
             report.kept.append(Kept(name, type(child).__name__, found))
         elif found is not None:
             parent._modules[attribute] = found
-            op = "layer_norm" if isinstance(found, nn.LayerNorm) else "rms_norm"
-            note = found._tilewright_convention.why if isinstance(found, ModelRMSNorm) else ""
-            report.replaced.append(Patched(name, type(child).__name__, op, note))
+            note = found._tilewright_note()
+            report.replaced.append(Patched(name, type(child).__name__, found._tilewright_op, note))
     return report
 
 
+def _replacement(module: nn.Module, asked: list[Recogniser]) -> Replacement | Reason | None:
+    return next((found for recognise in asked if (found := recognise(module)) is not None), None)
+
+
 def unpatch(model: nn.Module) -> int:
-    """Put the original norms back, with the parameters as they are now. Returns how many places were restored."""
+    """Put the original modules back, with the parameters as they are now. Returns how many places were restored."""
     count = 0
     for parent, attribute, _, child in list(_places(model)):
-        if isinstance(child, OURS):
+        if isinstance(child, Replacement):
             original = original_of(child)
             original.training = child.training  # the only state of a module that is not shared
             parent._modules[attribute] = original

@@ -4,7 +4,8 @@ It reads ops and kernels as data and knows none by name. Times are kept in `core
 `core/evidence.py`; choosing is selection's.
 """
 
+from tilewright.tune.classes import calls_of
 from tilewright.tune.engine import tune
 from tilewright.tune.report import Report
 
-__all__ = ["Report", "tune"]
+__all__ = ["Report", "calls_of", "tune"]

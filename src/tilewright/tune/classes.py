@@ -1,12 +1,12 @@
-"""What there is to tune: the call classes that ops and their gradients meet for given shapes and dtypes.
+"""What there is to tune: the call classes that ops and their gradients meet for given shapes and dtypes, or in code.
 
-Read from the ops' own declarations: their workloads, and, for backward ops, which tensors and needs the gradients of
-forward ops pass on. No memory is allocated for them beyond two rows.
+The former are read from the ops' own declarations: their workloads, and, for backward ops, which tensors and needs the
+gradients of forward ops pass on. No memory is allocated for them beyond two rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 
 from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
+from tilewright.core.classes import call_class
 from tilewright.core.device import Device
+from tilewright.core.dispatch import watched
 from tilewright.core.op import Op
 from tilewright.verify.cases import make_inputs
 
@@ -29,6 +31,22 @@ class Subject:
     workload: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def calls_of(run: Callable[[], object]) -> list[Call]:
+    """The calls of ops that `run()` makes, one of each call class: what `tune(calls=...)` takes.
+
+    Runs it once. Gradients that it asks for are among them, and calls in graphs that torch.compile made.
+    """
+    found: dict[Any, Call] = {}
+
+    def see(call: Call) -> None:
+        cls = call_class(call, dict(registry.op(call.op).options))
+        found.setdefault((call.op, cls, call.device), call)
+
+    with watched(see):
+        run()
+    return list(found.values())
 
 
 def subjects(

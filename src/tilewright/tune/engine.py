@@ -70,7 +70,7 @@ def tune(
         ops: names or ops; every op, gradients included, by default. Give backward ops by name too.
         shapes: each [..., C]; the shapes of the ops' workloads by default.
         dtypes: the workload's own by default (bf16 for `shapes`).
-        calls: tune exactly these calls (`explain(...).call`) instead of `ops`, `shapes` and `dtypes`.
+        calls: tune exactly these calls (`calls_of(run)`, `explain(...).call`) instead of `ops`, `shapes` and `dtypes`.
         backends: names; every backend by default. The reference is timed beside them in any case.
         device: the first GPU if there is one, else the CPU.
         force: measure pairs again whose times on this GPU, driver and compiler are known.

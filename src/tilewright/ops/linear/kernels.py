@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from tilewright.core.call import Call
-from tilewright.core.capability import Capability, cuda, hip, row_levels, unit_stride
+from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
 from tilewright.ops.linear import configs
-from tilewright.ops.linear.vendor import dense_rows, one_kernel, plain_gradient
+from tilewright.ops.linear.vendor import by_onednn, dense_rows, one_kernel, one_run, plain_gradient
 
 _HERE = "tilewright.ops.linear"
 
@@ -81,6 +83,17 @@ VENDOR_KERNELS = [
         f"{_HERE}.vendor:linear",
         Capability(limits=(dense_rows("x", "weight", "residual"), unit_stride("bias"), one_kernel)),
         label="aten",
+    ),
+    Kernel(
+        "linear",
+        "vendor",
+        f"{_HERE}.vendor:inner_product",
+        Capability(
+            (cpu(),),
+            dtypes=(torch.float32,),  # aten itself takes oneDNN for the others
+            limits=(one_run("x", "weight", "residual"), unit_stride("bias"), by_onednn),
+        ),
+        label="onednn",
     ),
     Kernel(
         "linear_backward",
