@@ -11,7 +11,8 @@ from tilewright.core.capability import Capability, cpu, cuda, hip, row_levels, u
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
 from tilewright.ops.linear import configs
-from tilewright.ops.linear.vendor import by_onednn, dense_rows, one_kernel, one_run, plain_gradient
+from tilewright.ops.linear.onednn import by_onednn, one_run
+from tilewright.ops.linear.vendor import dense_rows, one_kernel, plain_gradient
 
 _HERE = "tilewright.ops.linear"
 
@@ -87,7 +88,7 @@ VENDOR_KERNELS = [
     Kernel(
         "linear",
         "vendor",
-        f"{_HERE}.vendor:inner_product",
+        f"{_HERE}.onednn:linear",
         Capability(
             (cpu(),),
             dtypes=(torch.float32,),  # aten itself takes oneDNN for the others
