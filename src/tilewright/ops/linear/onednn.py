@@ -1,4 +1,4 @@
-"""oneDNN's inner product on CPUs, which torch has but reaches by itself only under torch.compile with frozen weights."""
+"""oneDNN's inner product on CPUs. torch has it, but reaches it itself only where torch.compile finds frozen weights."""
 
 from __future__ import annotations
 
