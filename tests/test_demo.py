@@ -25,8 +25,9 @@ def test_patched_embeddings_agree_and_find_the_same(device: str) -> None:
     _needs_weights()
     model = encoder.Encoder(demo.QUERIES + demo.SENTENCES, torch.device(device))
     before = model.embed_by_torch()
-    report = patch(model.model)
-    assert len(report.replaced) == 13 and not report.kept
+    report = patch(model.model, linears=True)
+    assert [p.op for p in report.replaced].count("layer_norm") == 13
+    assert [p.op for p in report.replaced].count("linear") == 37 and not report.kept
     after = model.embed()
     assert (after - before).abs().max().item() <= demo.FLOAT32_LIMIT
     found, scores = demo._matches(after)
@@ -63,13 +64,13 @@ def test_end_to_end(tmp_path: Path, device: str) -> None:
     env = {**os.environ, "TILEWRIGHT_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tilewright", "demo", "--json", "--device", device, "--compile"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert all(agreement["passed"] for agreement in found["agreements"]) and len(found["agreements"]) >= 3
     for dtype in ("float32", "bfloat16") if device == "cuda" else ("float32",):
         facts = found[dtype]
-        assert {kernel["op"] for kernel in facts["kernels"]} == {"layer_norm", "l2_norm"}
+        assert {kernel["op"] for kernel in facts["kernels"]} == {"layer_norm", "linear", "l2_norm"}
         for kernel in facts["kernels"]:
             assert kernel["chosen"] and "tuned" in kernel["why"]
             assert any(c["call_us"] for c in kernel["candidates"])
