@@ -154,6 +154,17 @@ def test_incumbent_stays_inside_the_tie_band(make: Make) -> None:
     assert chosen(x) == "quick"
 
 
+def test_the_reference_does_not_win_by_times_that_outlived_a_kernels(make: Make) -> None:
+    """Times of an edited kernel count no longer; the reference is never edited so."""
+    x = torch.randn(3, 19)
+    edited = make("edited", -20)
+    reference = next(k for k in registry.kernels_of("l2_norm") if k.backend == "reference")
+    record(reference, x, 10.0)
+    assert chosen(x) == "edited", "nothing says that it is slower"
+    record(edited, x, 11.0)
+    assert chosen(x) == "reference"
+
+
 def test_configs_are_chosen_by_time_too(make: Make) -> None:
     x = torch.randn(3, 19)
     kernel = make("quick", configs=(Config(n=1), Config(n=2), Config(n=3)))

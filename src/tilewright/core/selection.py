@@ -199,6 +199,10 @@ def _choose(
     first = fitting[0]
     if first.time is None:
         return first, "declared preference: nothing is measured for this class; `tilewright tune` would"
+    # The reference's times outlive those of kernels, which count no longer once a kernel is edited.
+    declared = min(fitting, key=lambda c: c.rank)
+    if first.backend == "reference" and declared.time is None:
+        return declared, "declared preference: it is not measured for this class as it is now; `tilewright tune` would"
     # The incumbent, which would be chosen by declaration, stays unless beaten by more than the tie band.
     best, shipped = first.time.us(metric), first.time.shipped
     tied = [c for c in fitting if c.time and c.time.shipped == shipped and c.time.tied(metric, best)]
