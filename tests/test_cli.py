@@ -236,6 +236,26 @@ def test_verify_exits_1_and_names_the_case(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+def test_verify_says_why_cases_were_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("verify", "linear", "--backends", "vendor,triton", "--dtype", "fp32", "--size", "tiny", "--device", "cpu")
+    code, text, _ = run(capsys, *words, "--json")
+    assert code == 0
+    results = json.loads(text)["results"]
+    entries = [entry for result in results for entry in result["not_run"]]
+    code, text, _ = run(capsys, *words)
+    assert code == 0
+    table, _, below = text.partition("\nnot run")
+    assert all(result["kernel"].partition("/")[2] in table for result in results)
+    lines = [line.split(maxsplit=1) for line in below.splitlines()[2:]]
+    assert sum(int(count) for count, _ in lines) == len(entries), "every case, once"
+    assert len(lines) < len({entry["reason"] for entry in entries}) < len(entries)
+    counts = [int(count) for count, _ in lines]
+    assert counts == sorted(counts, reverse=True)
+    acts = [rest for _, rest in lines if rest.startswith("act: ")]
+    assert len(acts) == 1, "values alone do not tell reasons apart"
+    assert re.match(r"act: '(\w+)'; aten's epilogues .* linear/vendor/aten +float32 options .* act=\1", acts[0])
+
+
 def wrong_scale(x: torch.Tensor, *, eps: float, saving: bool) -> list[Any]:
     found = tw.l2_norm.define({"x": x}, {"eps": eps}, saving)
     return [found[0] * 1.25, *found[1:]]

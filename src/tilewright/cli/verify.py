@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tilewright.cli import arguments
 from tilewright.cli.arguments import Backends, DeviceName, Dtypes, Json, Ops
 from tilewright.cli.output import Bar, json_only, stderr, stdout
+
+MOST_REASONS = 20
+MOST_KERNELS = 3
 
 
 def command(
@@ -50,12 +55,30 @@ def _print(report: Any) -> None:
         style = "red" if r.failed else "green" if ran else "dim"
         error = f"{r.max_error:.3g} of {r.tolerance:.3g}" if ran else ""
         missing = f"{len(r.not_run)}" if r.not_run else ""
-        if not ran and r.not_run:
-            missing += f"  {r.not_run[0]['reason']}".replace("[", r"\[")
         table.add_row(r.op, r.kernel.partition("/")[2], r.dtype, f"[{style}]{passed}[/{style}]", missing, error)
     stdout().print(table)
+    _print_not_run(report.not_run())
     for r in report.results:
         for failure in r.failures:
             text = f"{r.kernel} {r.dtype} {failure['config']}: {failure['case']}: {failure['problem']}"
             script = f"\n  reproduce: {failure['script']}" if failure.get("script") else ""
             stderr.print(text + script, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_not_run(reasons: Sequence[Any]) -> None:
+    """Each reason on a line: how many cases, why, of which kernels, and one of them."""
+    if not reasons:
+        return
+    table = Table(title="not run", title_justify="left", box=None, pad_edge=False, title_style="not italic")
+    table.add_column("cases", justify="right", no_wrap=True)
+    for name in ("why", "kernels", "for example"):
+        table.add_column(name)
+    for one in reasons[:MOST_REASONS]:
+        kernels = ", ".join(one.kernels[:MOST_KERNELS])
+        if len(one.kernels) > MOST_KERNELS:
+            kernels += f" and {len(one.kernels) - MOST_KERNELS} more"
+        table.add_row(str(one.cases), *map(escape, (one.reason, kernels, one.example)))
+    stdout().print("", table)
+    if rest := reasons[MOST_REASONS:]:
+        cases = sum(one.cases for one in rest)
+        stdout().print(f"and {cases} cases for {len(rest)} other reasons: --json has them all", highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from tilewright.verify.check import Outcome, Truth, add_to_pool, call_of, check,
 from tilewright.verify.numerics import largest_allowed
 from tilewright.verify.script import write_script
 
+_VALUES = re.compile(r"'[^']*'|-?\d+(\.\d+)?")
 Progress = Callable[[str, int, int], None]
 """(what, done, total)"""
 
@@ -50,6 +52,19 @@ class Result:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class NotRun:
+    """A reason why cases were not run: how many, of which kernels, and one of them.
+
+    Reasons that differ in a number or a quoted word alone are one; it is given as `example` has it. Of several reasons
+    of a case the first counts."""
+
+    reason: str
+    cases: int
+    kernels: tuple[str, ...]
+    example: str
+
+
 @dataclass
 class Report:
     device: str
@@ -58,6 +73,20 @@ class Report:
     @property
     def failed(self) -> bool:
         return any(r.failed for r in self.results)
+
+    def not_run(self) -> list[NotRun]:
+        """Why cases were not run, the most frequent reason first."""
+        found: dict[str, list[tuple[str, str, str]]] = {}
+        for result in self.results:
+            for entry in result.not_run:
+                reason = entry["reason"].partition("\n")[0]
+                entries = found.setdefault(_VALUES.sub("", reason), [])
+                entries.append((reason, result.kernel, f"{result.dtype} {entry['case']}"))
+        reasons = [
+            NotRun(entries[0][0], len(entries), tuple(dict.fromkeys(e[1] for e in entries)), entries[0][2])
+            for entries in found.values()
+        ]
+        return sorted(reasons, key=lambda one: -one.cases)
 
     def as_json(self) -> dict[str, Any]:
         return {"device": self.device, "results": [r.as_json() for r in self.results]}
@@ -189,7 +218,7 @@ def _prepare(
         call = call_of(op, inputs, options, saving=False)
         reasons = kernel.capability.reasons(call, emulated=emulated)
     if reasons:
-        return "; ".join(map(str, reasons))
+        return "\n".join(map(str, reasons))
     return call, inputs, truth_of(op, inputs, options, call.saving)
 
 
