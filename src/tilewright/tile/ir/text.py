@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first
 
 
 def program_text(program: Program, *, lines: bool = False) -> str:
@@ -37,19 +37,9 @@ class _Printer:
                 self.region(effect.attrs["body"], depth + 1)
 
     def node(self, node: Node, depth: int) -> None:
-        waiting = [node]
-        while waiting:  # without recursion: long chains are common
-            top = waiting[-1]
-            if top in self.numbers:
-                waiting.pop()
-                continue
-            missing = [a for a in (*top.args, *top.limits) if a not in self.numbers]
-            if missing:
-                waiting.extend(reversed(missing))
-                continue
-            waiting.pop()
-            self.numbers[top] = len(self.numbers)
-            self.out.append("  " * depth + self.one(top))
+        for one in operands_first(node, self.numbers.__contains__):
+            self.numbers[one] = len(self.numbers)
+            self.out.append("  " * depth + self.one(one))
 
     def one(self, node: Node) -> str:
         attrs = "".join(f" {k}={_plain(v)}" for k, v in node.attrs.items() if k != "body")

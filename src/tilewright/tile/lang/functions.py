@@ -9,8 +9,8 @@ from typing import Any
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
-from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Shape, broadcast_shapes, shape_text, static_size
-from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, pair, unary
+from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Node, Shape, broadcast_shapes, shape_text, static_size
+from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, pair, unary, widened
 from tilewright.tile.lang.trace import Recorder
 
 
@@ -41,9 +41,9 @@ class Functions:
                 raise TraceError(
                     "arange takes an int or a view's size; for another count say arange(most, limit=count)"
                 )
-            most = self._most(n)
+            view, axis = n.node.attrs["view"], n.node.attrs["axis"]
+            most = View(self._t, view, self._t.views[view]).most(axis)
             if most is None:
-                view, axis = n.node.attrs["view"], n.node.attrs["axis"]
                 raise TraceError(
                     f"{view}.shape[{axis}] is only known at run time: list it in static={{{view!r}: ({axis},)}}, or "
                     f"say arange(most, limit={view}.shape[{axis}])"
@@ -61,10 +61,6 @@ class Functions:
 
     def _arange(self, axis: Axis) -> Tile:
         return Tile(self._t, self._t.add("arange", shape=(axis,)))
-
-    def _most(self, size: Tile) -> int | None:
-        attrs = size.node.attrs
-        return View(self._t, attrs["view"], self._t.views[attrs["view"]]).most(attrs["axis"])
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -110,8 +106,7 @@ class Functions:
         if not isinstance(a, Tile) and not isinstance(b, Tile):
             a = lift(self._t, float(a) if isinstance(b, float) else a)
         left, right = pair(a, b)
-        shape = broadcast_shapes(left.shape, right.shape)
-        shape = None if shape is None else broadcast_shapes(shape, test.shape)
+        shape = broadcast_shapes(left.shape, right.shape, test.shape)
         if test.dtype != dtypes.boolean or shape is None:
             raise TraceError(f"where: a condition {test!r} for {left!r} and {right!r}")
         nodes = (test.node, left.node, right.node)
@@ -121,8 +116,7 @@ class Functions:
         """a * b + c with one rounding, in float32."""
         left, right = pair(a, b)
         _, third = pair(left, c)
-        shape = broadcast_shapes(left.shape, right.shape)
-        shape = None if shape is None else broadcast_shapes(shape, third.shape)
+        shape = broadcast_shapes(left.shape, right.shape, third.shape)
         if left.dtype != dtypes.float32 or shape is None:
             raise TraceError("fma takes float32 tiles of shapes that broadcast")
         nodes = (left.node, right.node, third.node)
@@ -192,9 +186,7 @@ class Functions:
             word: int64, which of the four words, 0 to 3.
         """
         tiles = [lift(self._t, v, dtypes.int64).i64() for v in (seed, counter, row, word)]
-        shape: Shape | None = ()
-        for tile in tiles:
-            shape = broadcast_shapes(shape, tile.shape) if shape is not None else None
+        shape = broadcast_shapes(*(x.shape for x in tiles))
         if shape is None:
             raise TraceError("the arguments of t.random do not broadcast")
         made = self._t.add("random", tuple(x.node for x in tiles), shape=shape, dtype=dtypes.uint32)
@@ -213,8 +205,8 @@ class Functions:
             raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(COMBINES))}")
         if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
             raise TraceError(f"{combine} is not defined on {x.dtype}")
-        if x.dtype != dtypes.boolean and not x.dtype.computes:
-            raise TraceError(f"{x.dtype} is storage: widen it first, {'.f32()' if x.dtype.floating else '.i32()'}")
+        if x.dtype != dtypes.boolean:
+            widened(x.dtype)
         number, _ = axis_of(x, axis)
         rest = tuple(1 if i == number else a for i, a in enumerate(x.shape) if keep or i != number)
         made = self._t.add("reduce", (x.node,), shape=rest, dtype=x.dtype, combine=combine, axis=number, keep=keep)
@@ -261,19 +253,21 @@ class Functions:
     @contextmanager
     def when(self, condition: Any) -> Iterator[None]:
         """Effects that happen only where a scalar condition holds."""
-        test = lift(self._t, condition, dtypes.boolean)
-        if test.shape or test.dtype != dtypes.boolean:
-            raise TraceError("t.when takes a bool scalar; for tiles mask the store, or use t.where")
+        test = self._condition(condition, "t.when takes a bool scalar; for tiles mask the store, or use t.where")
         with self._t.inside("when") as region:
             yield
-        self._t.effect("when", (test.node,), body=region)
+        self._t.effect("when", (test,), body=region)
 
     def check(self, condition: Any, text: str) -> None:
         """In a checked run, an error with this text unless a scalar condition holds. Compiled code does not test it."""
+        test = self._condition(condition, "t.check takes a bool scalar")
+        self._t.effect("check", (test,), text=text)
+
+    def _condition(self, condition: Any, problem: str) -> Node:
         test = lift(self._t, condition, dtypes.boolean)
         if test.shape or test.dtype != dtypes.boolean:
-            raise TraceError("t.check takes a bool scalar")
-        self._t.effect("check", (test.node,), text=text)
+            raise TraceError(problem)
+        return test.node
 
     def print(self, text: str, value: Any) -> None:
         """A line for each element of a tile, or one for a scalar, in the program's order: the instance, the text, the

@@ -16,7 +16,7 @@ import numpy as np
 from tilewright.tile import dtypes, numbers
 from tilewright.tile.dtypes import Array
 from tilewright.tile.errors import RunError
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first
 from tilewright.tile.lower import math
 
 EXACT: dict[str, Callable[[Array], Array]] = {
@@ -184,20 +184,9 @@ class _Machine:
         return max(size, 0)
 
     def value(self, node: Node) -> Array:
-        """The value of a node, computed where it is not known yet; without recursion, for chains are long."""
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            frame = self.frames[top.region]
-            if top in frame:
-                waiting.pop()
-                continue
-            missing = [a for a in (*top.args, *top.limits) if a not in self.frames[a.region]]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            frame[top] = self.compute(top, [self.frames[a.region][a] for a in top.args])
+        """The value of a node, computed where it is not known yet."""
+        for one in operands_first(node, lambda n: n in self.frames[n.region]):
+            self.frames[one.region][one] = self.compute(one, [self.frames[a.region][a] for a in one.args])
         return self.frames[node.region][node]
 
     def compute(self, node: Node, args: list[Array]) -> Array:
