@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tilewright.tile.dtypes import Array, DType
+from tilewright.tile.lower.math import FUNCTIONS
 
 F32, I32 = np.float32, np.int32
 
@@ -32,19 +34,18 @@ def fma(a: Array, b: Array, c: Array) -> Array:
         return odd.astype(F32)
 
 
-def maximum(a: Array, b: Array, nan: str = "propagate") -> Array:
-    """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
-    found = np.where(a > b, a, b)
-    if a.dtype.kind != "f":
-        return found
-    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+def _extreme(more: Callable[..., Any]) -> Callable[..., Array]:
+    def extreme(a: Array, b: Array, nan: str = "propagate") -> Array:
+        """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
+        found = np.where(more(a, b), a, b)
+        if a.dtype.kind != "f":
+            return found
+        return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+
+    return extreme
 
 
-def minimum(a: Array, b: Array, nan: str = "propagate") -> Array:
-    found = np.where(a < b, a, b)
-    if a.dtype.kind != "f":
-        return found
-    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+maximum, minimum = _extreme(np.greater), _extreme(np.less)
 
 
 def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> Array:
@@ -79,6 +80,14 @@ BINARY: dict[str, Callable[..., Any]] = {
 COMBINE: dict[str, Callable[..., Any]] = {
     "sum": np.add, "prod": np.multiply, "max": maximum, "min": minimum, "and": np.logical_and, "or": np.logical_or,
 }  # fmt: skip
+
+
+def by_halves(combine: str, x: Array) -> Array:
+    """Fold the first axis, a power of two: its first half and its second, until one is left."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = np.asarray(COMBINE[combine](x[:half], x[half:]))
+    return np.asarray(x[0])
 
 
 def identity(combine: str, dtype: DType) -> Any:
@@ -133,6 +142,12 @@ class NumpyBuilder:
 
     def shr(self, a: Array, by: int) -> Array:
         return np.asarray(np.right_shift(a, I32(by)))
+
+
+UNARY: dict[str, Callable[..., Any]] = {
+    "neg": np.negative, "abs": np.abs, "not": np.logical_not, "sqrt": np.sqrt,
+    **{kind: partial(function, NumpyBuilder()) for kind, function in FUNCTIONS.items()},
+}  # fmt: skip
 
 
 def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:

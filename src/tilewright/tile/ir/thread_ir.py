@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tilewright.tile.dtypes import DType
+from tilewright.tile.dtypes import DType, int64
 from tilewright.tile.errors import Line
 from tilewright.tile.layout.linear import Layout
 
@@ -158,7 +158,7 @@ class Parameter:
     kind: str
     of: str
     axis: int = 0
-    dtype: DType | None = None
+    dtype: DType = int64
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,11 @@ class Function:
     inplace: frozenset[frozenset[str]] = frozenset()
 
     def statements(self) -> Iterator[Statement]:
-        waiting = [iter(self.body)]
-        while waiting:
-            statement = next(waiting[-1], None)
-            if statement is None:
-                waiting.pop()
-                continue
-            yield statement
-            if isinstance(statement, (For, If)):
-                waiting.append(iter(statement.body))
+        return _statements(self.body)
+
+
+def _statements(body: list[Statement]) -> Iterator[Statement]:
+    for s in body:
+        yield s
+        if isinstance(s, (For, If)):
+            yield from _statements(s.body)

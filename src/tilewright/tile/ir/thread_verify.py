@@ -34,7 +34,7 @@ def verify(function: Function) -> None:
     if len(set(names)) != len(names):
         raise VerifyError(f"{function.name}: a parameter is named twice")
     memories = {p.name for p in function.parameters if p.kind == "pointer"} | {a.name for a in function.arrays}
-    scope = {p.name: Type(p.dtype) for p in function.parameters if p.kind != "pointer" and p.dtype is not None}
+    scope = {p.name: Type(p.dtype) for p in function.parameters if p.kind != "pointer"}
     _Scope(scope, memories, frozenset(), set(names)).block(function.body)
     if function.threads > 1:
         _threads(function)

@@ -38,6 +38,11 @@ DOWNWARD = {"floordiv": "quot", "mod": "rem"}
 Place = tuple[Index, ...]
 
 
+def counts_lanes(place: Place) -> bool:
+    """Whether an axis of a place stands for a vector."""
+    return any(i.vector for i in place)
+
+
 @dataclass(frozen=True)
 class Value:
     operand: Operand
@@ -229,7 +234,7 @@ def fold_constants(kind: str, args: list[Operand]) -> Operand | None:
 def cast_constant(value: Operand, node: Node, depth: int) -> Operand:
     """A constant as another dtype."""
     source, target = node.args[0].dtype, node.dtype
-    array = np.asarray(value, np.float32 if source.floating else source.storage)
+    array = np.asarray(value, source.values)
     made = numbers.cast(array, source, target, node.attrs["round"], node.attrs["saturate"]).item()
     return float(made) if target.floating else bool(made) if target == boolean else int(made)
 

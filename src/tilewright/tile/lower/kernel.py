@@ -184,9 +184,7 @@ class Lowering(Reductions):
             raise LowerError("a reduction along an axis that is not the last leaves one number", node.line)
 
         def body(place: Place) -> None:
-            _, _, lane = self.offset(shape, place)
-            type = Type(node.dtype, self.lanes if lane != 0 else 1)
-            self.store_array(array, type, shape, place, start)
+            self.store_array(array, self.spread(node.dtype, shape, place), shape, place, start)
 
         self.over(shape, body)
 

@@ -7,7 +7,6 @@ that is cheap, else it waits in a scratch array. Statements are made elsewhere: 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -231,14 +230,11 @@ class Plan:
             if top in seen or is_scalar(top.shape) or top.op == "arange":
                 continue
             seen.add(top)
-            if self.waits(top, phase):
+            if self.waits(top, phase) or folds(top) or top.op == "reshape":
                 cost += 1
                 continue
             if top.op == "broadcast":
                 waiting.extend(top.args)
-                continue
-            if folds(top) or top.op == "reshape":
-                cost += 1
                 continue
             if top.op in ("load", "get") and not self.recomputable(top, phase):
                 return False
@@ -321,9 +317,5 @@ def _counts(node: Node, rank: int) -> int | None:
 
 def phases_in_order(segment: Segment) -> Iterator[tuple[int, list[Node], list[Phase]]]:
     """(level, scalar effects, loop nests) of a segment."""
-    levels = sorted({*segment.scalars, *(p.level for p in segment.phases)})
-    by_level = {
-        k: list(g) for k, g in itertools.groupby(sorted(segment.phases, key=lambda p: p.level), lambda p: p.level)
-    }
-    for level in levels:
-        yield level, segment.scalars.get(level, []), by_level.get(level, [])
+    for level in sorted({*segment.scalars, *(p.level for p in segment.phases)}):
+        yield level, segment.scalars.get(level, []), [p for p in segment.phases if p.level == level]

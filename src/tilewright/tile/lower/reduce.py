@@ -15,7 +15,7 @@ from typing import Any
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Operand, Type
 from tilewright.tile.ir.tile_ir import Node, Program, static_size
-from tilewright.tile.lower.elementwise import ZERO, Place, Value
+from tilewright.tile.lower.elementwise import ZERO, Place, Value, counts_lanes
 from tilewright.tile.lower.memory import Memory
 from tilewright.tile.lower.phases import Plan, is_scalar
 from tilewright.tile.numbers import identity
@@ -159,17 +159,14 @@ class Reductions(Memory):
     def add_across(self, node: Node, arrays: list[str], where: Place) -> None:
         """Add each array to the next, and start it again."""
         for part, total in itertools.pairwise(arrays):
-            _, _, lane = self.offset(node.shape, where)
-            type, inner = Type(node.dtype, self.lanes if lane != 0 else 1), len(self.blocks) - 1
+            type, inner = self.spread(node.dtype, node.shape, where), len(self.blocks) - 1
             name = self.load_array(part, type, node.shape, where, inner)
             self._fold_into(node, total, Value(name, type, inner), where)
             self.store_array(part, type, node.shape, where, identity(node.attrs["combine"], node.dtype))
 
     def _fold_into(self, node: Node, name: str, value: Value, where: Place) -> None:
-        inner = len(self.blocks) - 1
-        _, _, lane = self.offset(node.shape, where)
-        type = Type(node.dtype, self.lanes if lane != 0 else 1)
+        type, inner = self.spread(node.dtype, node.shape, where), len(self.blocks) - 1
         old = self.load_array(name, type, node.shape, where, inner)
-        operand = self.as_vector(value) if lane != 0 else value.operand
+        operand = self.as_vector(value) if counts_lanes(where) else value.operand
         made = self.let(inner, type, operation(node.attrs["combine"]), old, operand, operands=type, line=node.line)
         self.keep(name, node.dtype, node.shape, Value(made, type, inner), where)

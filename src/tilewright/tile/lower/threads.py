@@ -27,7 +27,7 @@ from tilewright.tile.ir.thread_ir import (
 )
 from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
-from tilewright.tile.lower.elementwise import Index, Place
+from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, Lowering
 from tilewright.tile.lower.phases import Plan, counting, injective
 from tilewright.tile.lower.reduce import BLOCK, Accumulator, operation
@@ -212,7 +212,7 @@ class Threads(Lowering):
         super().put(len(self.blocks) - 1, If(owner, [statement]))
 
     def store(self, node: Node, place: Place) -> None:
-        if any(i.vector for i in place):
+        if counts_lanes(place):
             super().store(node, place)
             return
         owner = self.let(0, Type(boolean), "eq", self.tid, 0, operands=COUNT)
@@ -256,7 +256,7 @@ class Threads(Lowering):
         if index is not None:
             self.put(depth, Let(made, type, "element", (name, index)))
             return made
-        at, _, lane = self.offset(self.padded.get(name, shape), place)
+        at, lane = self.offset(self.padded.get(name, shape), place)
         self.put(depth, Load(made, type, name, at, lane or 1, layout=self._dealt(name, shape, place)))
         return made
 
@@ -265,7 +265,7 @@ class Threads(Lowering):
         if index is not None:
             self.put(inner, Assign(name, type, value, index))
             return
-        at, _, lane = self.offset(self.padded.get(name, shape), place)
+        at, lane = self.offset(self.padded.get(name, shape), place)
         count = self.tail if lane == 1 and type.lanes > 1 else None
         made = Store(name, type, at, value, lane or 1, count, layout=self._dealt(name, shape, place))
         if lane == 0:

@@ -94,7 +94,7 @@ class _Maker:
 
     def run(self) -> None:
         t, chance = self.t, self.chance
-        self.pool.append(self.wide(t.load(self.w[self.at])))
+        self.pool.append(t.load(self.w[self.at]).f32())
         if chance.random() < 0.4:
             self.pool.append(t.load(self.x[self.at], mask=self.col < self.k + 3, other=chance.choice((0, 2.5, -1))))
         steps = [self.arithmetic] * 8 + [self.fold] * 3 + [self.loop, self.conditional, self.memory, self.square] * 1
@@ -108,9 +108,6 @@ class _Maker:
 
     def pick(self) -> Any:
         return self.chance.choice(self.pool[-8:])
-
-    def wide(self, v: Any) -> Any:
-        return v.f32()
 
     def narrow(self, v: Any, dtype: DType) -> Any:
         if dtype.integer:
