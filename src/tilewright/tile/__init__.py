@@ -26,9 +26,9 @@ from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
 from tilewright.tile.lang.library import softmax, store_as
-from tilewright.tile.runtime.launch import Grid
+from tilewright.tile.runtime.launch import launch
 
-Kernel.on = Grid
+Kernel.on = launch
 
 __all__ = [
     "CompilerError", "Fragment", "Kernel", "LowerError", "Most", "RaceError", "RunError", "TileError", "TraceError",

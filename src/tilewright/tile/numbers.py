@@ -112,17 +112,13 @@ class NumpyBuilder:
     less, equal, select = _method(np.less), _method(np.equal), _method(np.where)
     iand, ior = _method(np.bitwise_and), _method(np.bitwise_or)
 
-    def real(self, value: float) -> Array:
-        return np.asarray(value, F32)
-
-    def whole(self, value: int) -> Array:
-        return np.asarray(value, I32)
-
-    def least(self, a: Array, b: Array) -> Array:
-        return np.where(np.less(a, b), a, b)
-
-    def greatest(self, a: Array, b: Array) -> Array:
-        return np.where(np.greater(a, b), a, b)
+    real, whole = _method(F32), _method(I32)
+    least = _method(lambda a, b: np.where(np.less(a, b), a, b))
+    greatest = _method(lambda a, b: np.where(np.greater(a, b), a, b))
+    bits = _method(lambda a: np.asarray(a, F32).view(I32))
+    from_bits = _method(lambda a: np.asarray(a, I32).view(F32))
+    shl = _method(lambda a, by: np.left_shift(a, I32(by)))
+    shr = _method(lambda a, by: np.right_shift(a, I32(by)))
 
     def ldexp(self, a: Array, n: Array) -> Array:
         """In two steps, of which the first is exact."""
@@ -130,18 +126,6 @@ class NumpyBuilder:
         half = whole >> 1
         first, second = ((k + 127 << 23).astype(I32).view(F32) for k in (half, whole - half))
         return np.asarray(np.multiply(np.multiply(a, first), second))
-
-    def bits(self, a: Array) -> Array:
-        return np.asarray(a, F32).view(I32)
-
-    def from_bits(self, a: Array) -> Array:
-        return np.asarray(a, I32).view(F32)
-
-    def shl(self, a: Array, by: int) -> Array:
-        return np.asarray(np.left_shift(a, I32(by)))
-
-    def shr(self, a: Array, by: int) -> Array:
-        return np.asarray(np.right_shift(a, I32(by)))
 
 
 UNARY: dict[str, Callable[..., Any]] = {

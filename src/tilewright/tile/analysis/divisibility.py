@@ -6,7 +6,7 @@ nodes of a program. Division and remainder round down, as in the language: C's a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from tilewright.tile.ir.tile_ir import Most, Node, Program, operands_first, static_size
@@ -80,14 +80,12 @@ class Known:
 
     def least(self, other: Known) -> Known:
         """Of the smaller of two."""
-        joined = self.join(other)
         highs = [h for h in (self.high, other.high) if h is not None]
-        return Known(joined.divisor, joined.low, min(highs, default=None))
+        return replace(self.join(other), high=min(highs, default=None))
 
     def greatest(self, other: Known) -> Known:
-        joined = self.join(other)
         lows = [b for b in (self.low, other.low) if b is not None]
-        return Known(joined.divisor, max(lows, default=None), joined.high)
+        return replace(self.join(other), low=max(lows, default=None))
 
 
 ANY = Known()

@@ -61,9 +61,8 @@ def _operator(op: str) -> str:
     return _BINARY.format(op=op, of="Vec<E>", value=value)
 
 
-OPERATORS = "\n".join(
-    map(_operator, ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!="))
-)
+_INFIX = ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!=")
+OPERATORS = "\n".join(map(_operator, _INFIX))
 
 
 def types(lanes: int) -> str:
@@ -102,14 +101,10 @@ FAST = (
     _fast("sqrt", "sqrt"),
     _fast("rsqrt", "rsqrt"),
     _fast("reciprocal", "rcp", ftz=".ftz"),
-    _each(
-        "sigmoid_fast",
-        "a",
-        """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
+    _each("sigmoid_fast", "a", """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(r)); r += 0x1p-24f;                  // is denormal before the last product
-    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;""",
-    ),
-)
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;"""),
+)  # fmt: skip
 
 ARITHMETIC = (
     Record("splat", """fn f32v splat(f32 x) { return every(x); }
@@ -166,14 +161,13 @@ def _fold(name: str, step: str) -> Record:
     return fold_{name}<N / 2>(a); }} }}""")  # fmt: skip
 
 
-FOLDS = (
-    _fold("sum", "(E)(wraps(x) + wraps(y))"),
-    _fold("prod", "(E)(wraps(x) * wraps(y))"),
-    _fold("max", "max_nan(x, y)"),
-    _fold("min", "min_nan(x, y)"),
-    _fold("and", "x & y"),
-    _fold("or", "x | y"),
-)
+FOLDS = tuple(
+    _fold(name, step)
+    for name, step in {
+        "sum": "(E)(wraps(x) + wraps(y))", "prod": "(E)(wraps(x) * wraps(y))", "max": "max_nan(x, y)",
+        "min": "min_nan(x, y)", "and": "x & y", "or": "x | y",
+    }.items()
+)  # fmt: skip
 
 _PAIRS = """u16v r;  // two in one register, as memory has them
   UNROLL(W) for (int l = 0; l < W; l += 2) {{ constexpr int n = W > 1;

@@ -139,11 +139,20 @@ class For:
     unroll: bool = False
     any_step: bool = False
 
+    @property
+    def decides(self) -> tuple[Operand, ...]:
+        """What decides how often the body runs."""
+        return self.lo, self.hi, self.step
+
 
 @dataclass(frozen=True)
 class If:
     condition: Operand
     body: list[Statement]
+
+    @property
+    def decides(self) -> tuple[Operand, ...]:
+        return (self.condition,)
 
 
 Statement = Let | Declare | Assign | Load | Store | Print | Barrier | For | If

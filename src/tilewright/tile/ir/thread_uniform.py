@@ -47,12 +47,10 @@ class Uniform:
                 self._join(s.name, self.bits(s.value) | under)
             elif isinstance(s, Load):
                 self._join(s.name, self.bits(s.index, s.stride, s.count, s.mask))
-            elif isinstance(s, If):
-                self._body(s.body, under | self.bits(s.condition))
-            elif isinstance(s, For):
-                bounds = self.bits(s.lo, s.hi, s.step)
-                self._join(s.var, bounds)
-                self._body(s.body, under | bounds)
+            elif isinstance(s, (If, For)):
+                if isinstance(s, For):
+                    self._join(s.var, self.bits(*s.decides))
+                self._body(s.body, under | self.bits(*s.decides))
 
     def _join(self, name: str, bits: int) -> None:
         self.names[name] = self.names.get(name, 0) | bits

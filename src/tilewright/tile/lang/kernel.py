@@ -75,14 +75,14 @@ class Kernel:
     inplace: frozenset[frozenset[str]] = frozenset()
     fragments: Mapping[str, Fragment | None] = field(default_factory=dict)
 
-    on: ClassVar[Callable[[Kernel, tuple[int, ...]], Callable[..., None]] | None] = None
-    """What makes `kernel[grid]`; set by the runtime, which lies above."""
+    on: ClassVar[Callable[..., None] | None] = None
+    """What runs a kernel on a grid with arguments; set by the runtime, which lies above."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """The kernel on a grid of instances, to be called with its arguments."""
         if Kernel.on is None:
             raise TypeError("no runtime is loaded: import tilewright.tile")
-        return Kernel.on(self, grid)
+        return functools.partial(Kernel.on, self, grid)
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
         """Refused: a kernel is no function of tensors."""

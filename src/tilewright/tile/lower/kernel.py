@@ -15,11 +15,13 @@ from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
 from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
-from tilewright.tile.lower.reduce import BLOCK, Reductions, blocked
+from tilewright.tile.lower.reduce import BLOCK, Reductions
 from tilewright.tile.numbers import identity
 from tilewright.tile.schedule import Schedule
 
-COUNT = Type(int64)
+COUNT, TEST = Type(int64), Type(boolean)
+Body = Callable[[Place, Operand], None]
+"""What is done at a place, by the vectors of a chunk; the operand is the register of an accumulator."""
 
 
 def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Function:
@@ -75,9 +77,7 @@ class Lowering(Reductions):
 
     def scalar(self, item: Node) -> None:
         """An effect without a loop."""
-        depth = len(self.blocks) - 1
-        place = (ZERO,) * len(item.shape)
-        type = Type(item.dtype)
+        depth, place, type = len(self.blocks) - 1, (ZERO,) * len(item.shape), Type(item.dtype)
         if item.op == "load":
             self.emit(item, place)
         elif item.op in ("store", "print"):
@@ -165,17 +165,11 @@ class Lowering(Reductions):
         elif item.op in ("var", "set"):
             key = item.id if item.op == "var" else item.attrs["var"]
             value = self.emit(item.args[0], place)
-            self.keep(self.cell(key), value.type.dtype, self._cell_shape(key), value, place)
+            self.keep(self.cell(key), value.type.dtype, self.program.nodes[key].shape, value, place)
         else:
             value = self.emit(item, place)
-            if item in self.phase_keep():
+            if self.phase is not None and item in self.phase.keep:
                 self.keep(self.array_of(item), item.dtype, item.shape, value, self.place_of(item, place))
-
-    def phase_keep(self) -> list[Node]:
-        return [] if self.phase is None else self.phase.keep
-
-    def _cell_shape(self, var: int) -> Shape:
-        return self.program.nodes[var].shape
 
     def fill(self, node: Node, array: str) -> None:
         """Write the identity of a reduction along an outer axis to a scratch array."""
@@ -200,7 +194,7 @@ class Lowering(Reductions):
         self.loops(shape, along, 1, lambda place, register: body(place), lambda place, chunks: chunks())
 
     def loops(
-        self, space: Shape, along: int, unroll: int, body: Callable[[Place, Operand], None],
+        self, space: Shape, along: int, unroll: int, body: Body,
         around: Callable[[Place, Callable[[], None]], None],
     ) -> None:  # fmt: skip
         """A nest over a space: the outer axes one by one, `along` in chunks. `around` wraps the loop over chunks."""
@@ -220,34 +214,33 @@ class Lowering(Reductions):
 
         level(outer)
 
-    def chunks(
-        self, space: Shape, along: int, unroll: int, place: list[Index], body: Callable[[Place, Operand], None]
-    ) -> None:
+    def chunks(self, space: Shape, along: int, unroll: int, place: list[Index], body: Body) -> None:
         """The loop over one axis: full rounds of `unroll` vectors, then what is left."""
-        depth, width = len(self.blocks) - 1, self.lanes * unroll
-        size = self.size(space[along])
-        if isinstance(size, int):
-            full: Operand = size // width * width
-        else:
-            full = self.let(depth, COUNT, "and", size, -width, operands=COUNT)
+        width = self.lanes * unroll
+        size, full = self.extent(space[along], width)
         if full != 0:
-            most = static_size(space[along]) // width
-            levels = 0
-            while any(map(blocked, self.accumulators)) and most > BLOCK:
-                most, levels = -(-most // BLOCK), levels + 1
+            levels = self.levels(static_size(space[along]) // width)
             self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, along, place, body, None))
-        if isinstance(size, int) and size == full:
+        if size == full:
             return
-        rounds = unroll
-        if isinstance(size, int) and isinstance(full, int):
-            rounds = -(-(size - full) // self.lanes)
         if unroll > 1:
+            rounds = unroll
+            if isinstance(size, int) and isinstance(full, int):
+                rounds = -(-(size - full) // self.lanes)
             self._round(full, unroll, rounds, along, place, body, size)
             return
-        condition = self.let(depth, Type(boolean), "lt", full, size, operands=COUNT)
+        depth = len(self.blocks) - 1
+        condition = self.let(depth, TEST, "lt", full, size, operands=COUNT)
         with self.block() as made:
             self._chunk(full, 0, along, place, body, self.let(depth + 1, COUNT, "sub", size, full))
         self.put(depth, If(condition, made.statements))
+
+    def extent(self, axis: Axis, width: int) -> tuple[Operand, Operand]:
+        """The size of an axis, and the part of it that is in full rounds of a width."""
+        size = self.size(axis)
+        if isinstance(size, int):
+            return size, size // width * width
+        return size, self.let(len(self.blocks) - 1, COUNT, "and", size, -width, operands=COUNT)
 
     def _rounds(self, lo: Operand, hi: Operand, width: int, levels: int, body: Callable[[str], None]) -> None:
         """A loop over full rounds, in `levels` of blocks whose sums are taken on their own."""
@@ -265,7 +258,7 @@ class Lowering(Reductions):
 
     def _round(
         self, start: Operand, unroll: int, rounds: int, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], size: Operand | None,
+        body: Body, size: Operand | None,
     ) -> None:  # fmt: skip
         """`rounds` vectors from `start` on; with a `size`, those that it leaves."""
         if unroll == 1:
@@ -278,7 +271,7 @@ class Lowering(Reductions):
             if size is None:
                 self._chunk(at, register, along, place, body, None)
             else:
-                condition = self.let(depth + 1, Type(boolean), "lt", at, size, operands=COUNT)
+                condition = self.let(depth + 1, TEST, "lt", at, size, operands=COUNT)
                 with self.block() as last:
                     left = self.let(depth + 2, COUNT, "sub", size, at)
                     count = self.let(depth + 2, COUNT, "min", left, self.lanes)
@@ -288,7 +281,7 @@ class Lowering(Reductions):
 
     def _chunk(
         self, at: Operand, register: Operand, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], tail: Operand | None,
+        body: Body, tail: Operand | None,
     ) -> None:  # fmt: skip
         depth = len(self.blocks) - 1
         place[along] = Index(at, depth, vector=True)

@@ -76,6 +76,13 @@ class Reductions(Memory):
         made = self.let(inner, type, operation(combine), old, found, operands=type, line=node.line)
         self.put(inner, Assign(acc.name, type, made, register))
 
+    def levels(self, rounds: int) -> int:
+        """In how many levels of blocks a loop of so many rounds sums."""
+        levels = 0
+        while any(map(blocked, self.accumulators)) and rounds > BLOCK:
+            rounds, levels = -(-rounds // BLOCK), levels + 1
+        return levels
+
     @contextmanager
     def block_of_sums(self, unroll: int) -> Iterator[None]:
         """Registers of their own for what is summed inside, added to the outer ones at the end."""

@@ -8,7 +8,6 @@ trying: the access that does not fit sends the tile to shared memory, and the lo
 from __future__ import annotations
 
 import math as integers
-from collections.abc import Callable
 from dataclasses import replace
 
 from tilewright.tile.dtypes import DType, boolean
@@ -25,16 +24,15 @@ from tilewright.tile.ir.thread_ir import (
     Store,
     Type,
 )
+from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
-from tilewright.tile.lower.kernel import COUNT, Lowering
+from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering
 from tilewright.tile.lower.phases import Plan, counting, injective
-from tilewright.tile.lower.reduce import BLOCK, Accumulator, operation
-from tilewright.tile.lower.reduce import blocked as in_blocks
+from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
-WARP = 32
 ROUNDS = 8
 """A loop of so many rounds is written out: the loads of all stand before the arithmetic that waits for them."""
 
@@ -118,20 +116,12 @@ class Threads(Lowering):
 
     # Chunks ---------------------------------------------------------------------------------------------------------
 
-    def chunks(
-        self, space: Shape, along: int, unroll: int, place: list[Index], body: Callable[[Place, Operand], None]
-    ) -> None:
+    def chunks(self, space: Shape, along: int, unroll: int, place: list[Index], body: Body) -> None:
         """The loop over one axis: full rounds of a vector a thread, then what is left."""
-        depth, size = len(self.blocks) - 1, self.size(space[along])
-        static = isinstance(size, int)
-        full: Operand = (
-            size // self.width * self.width
-            if isinstance(size, int)
-            else self.let(depth, COUNT, "and", size, -self.width, operands=COUNT)
-        )
-        rounds = static_size(space[along]) // self.width
+        depth, rounds = len(self.blocks) - 1, static_size(space[along]) // self.width
+        size, full = self.extent(space[along], self.width)
         one_row = all(a == 1 for i, a in enumerate(space) if i != along)
-        self.row = size if static and one_row and rounds <= ROUNDS else None
+        self.row = size if isinstance(size, int) and one_row and rounds <= ROUNDS else None
         if self.row is not None and isinstance(full, int):
             if full:
                 var = self.fresh("q")
@@ -140,9 +130,7 @@ class Threads(Lowering):
                     self._deal(base, var, along, place, body, None)
                 self.put(depth, For(var, 0, rounds, 1, made.statements, unroll=True))
         elif full != 0:
-            levels, most = 0, rounds
-            while any(map(in_blocks, self.accumulators)) and most > BLOCK:
-                most, levels = -(-most // BLOCK), levels + 1
+            levels = self.levels(rounds)
             self._rounds(0, full, self.width, levels, lambda var: self._deal(var, None, along, place, body, None))
         if size != full:
             self._deal(full, rounds if self.row is not None else None, along, place, body, size)
@@ -150,7 +138,7 @@ class Threads(Lowering):
 
     def _deal(
         self, base: Operand, round: Operand | None, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], size: Operand | None,
+        body: Body, size: Operand | None,
     ) -> None:  # fmt: skip
         """Each thread's vector of the round at `base`; with a `size`, of what lies below it."""
         depth = len(self.blocks) - 1
@@ -161,7 +149,7 @@ class Threads(Lowering):
         if size is None:
             self._chunk(at, 0, along, place, body, None)
             return
-        inside = self.let(depth, Type(boolean), "lt", at, size, operands=COUNT)
+        inside = self.let(depth, TEST, "lt", at, size, operands=COUNT)
         with self.block() as made:
             tail: Operand | None = None
             if not isinstance(size, int) or size % self.lanes:  # else a vector is inside as a whole or not at all
@@ -182,7 +170,7 @@ class Threads(Lowering):
         array = self.fresh("w")
         self.function.arrays.append(Array(array, acc.node.dtype, warps, shared=True))
         lane = self.let(0, COUNT, "and", self.tid, WARP - 1)
-        first = self.let(0, Type(boolean), "eq", lane, 0, operands=COUNT)
+        first = self.let(0, TEST, "eq", lane, 0, operands=COUNT)
         warp = self.let(0, COUNT, "shr", self.tid, WARP.bit_length() - 1)
         self.put(depth, If(first, [Store(array, type, warp, total)]))
         mine, part = self.let(0, COUNT, "and", self.tid, warps - 1), self.fresh()
@@ -194,12 +182,11 @@ class Threads(Lowering):
         op = operation(acc.node.attrs["combine"])
         mask = 1
         while mask < count:
-            pair = total, self.let(depth, type, "shuffle_xor", total, mask)
+            pair = [total, self.let(depth, type, "shuffle_xor", total, mask)]
             if op in ("max", "min") and type.dtype.floating:  # of 0 and -0 the second: it must be the same for both
                 bit = self.let(0, COUNT, "and", self.tid, mask)
-                lower = self.let(0, Type(boolean), "eq", bit, 0, operands=COUNT)
-                first, second = (self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1]))
-                pair = first, second
+                lower = self.let(0, TEST, "eq", bit, 0, operands=COUNT)
+                pair = [self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1])]
             total = self.let(depth, type, op, *pair, operands=type, line=acc.node.line)
             mask *= 2
         return total
@@ -208,14 +195,17 @@ class Threads(Lowering):
 
     def owned(self, statement: Store) -> None:
         """A store that all threads would do alike is done by the first."""
-        owner = self.let(0, Type(boolean), "eq", self.tid, 0, operands=COUNT)
-        super().put(len(self.blocks) - 1, If(owner, [statement]))
+        super().put(len(self.blocks) - 1, If(self.first(), [statement]))
+
+    def first(self) -> str:
+        """Whether this is the first thread."""
+        return self.let(0, TEST, "eq", self.tid, 0, operands=COUNT)
 
     def store(self, node: Node, place: Place) -> None:
         if counts_lanes(place):
             super().store(node, place)
             return
-        owner = self.let(0, Type(boolean), "eq", self.tid, 0, operands=COUNT)
+        owner = self.first()
         self.emit(node.args[-1], place)  # where every thread needs it, outside
         depth = len(self.blocks) - 1
         with self.block() as made:

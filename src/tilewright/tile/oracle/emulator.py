@@ -32,7 +32,8 @@ from tilewright.tile.ir.thread_ir import (
     Statement,
     Store,
 )
-from tilewright.tile.oracle.memory import WARP, Clock, Memory, Places, poison, sizes_of, tensors
+from tilewright.tile.ir.thread_uniform import WARP
+from tilewright.tile.oracle.memory import Clock, Memory, Places, poison, sizes_of, tensors
 
 
 def run(
@@ -164,9 +165,9 @@ class _Machine:
                 self.barrier(s, active)
 
     def loop(self, s: For, active: Array) -> None:
-        for bound in (s.lo, s.hi, s.step):
+        for bound in s.decides:
             self.known(bound, active, "a loop's bound", None)
-        at, hi, step = (self.value(b, int64) for b in (s.lo, s.hi, s.step))
+        at, hi, step = (self.value(b, int64) for b in s.decides)
         active = active & (step > 0)
         while (inside := active & (at < hi)).any():
             self.values[s.var] = at

@@ -16,8 +16,7 @@ import numpy as np
 
 from tilewright.tile.dtypes import Array, DType
 from tilewright.tile.errors import Line, RaceError, RunError
-
-WARP = 32
+from tilewright.tile.ir.thread_uniform import WARP
 
 
 @dataclass

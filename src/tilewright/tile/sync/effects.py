@@ -86,8 +86,7 @@ class Effects:
 
     def differs(self, compound: For | If, scope: str) -> bool:
         """Whether a barrier of this scope may not stand inside, since some threads might not come there."""
-        bounds = (compound.condition,) if isinstance(compound, If) else (compound.lo, compound.hi, compound.step)
-        bits = self.uniform.bits(*bounds)
+        bits = self.uniform.bits(*compound.decides)
         return bool(bits if scope == "block" else bits & WARP - 1)
 
 
