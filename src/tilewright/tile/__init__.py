@@ -9,18 +9,7 @@ standard library are all it needs.
 Authors write with `t` (`lang.functions`), fragments (`lang.kernel`) and what `lang.library` holds.
 """
 
-from tilewright.tile.dtypes import (
-    bfloat16,
-    boolean,
-    float8_e4m3fn,
-    float16,
-    float32,
-    int8,
-    int32,
-    int64,
-    uint8,
-    uint32,
-)
+from tilewright.tile.dtypes import bfloat16, boolean, float8_e4m3fn, float16, float32, int8, int32, int64, uint8, uint32
 from tilewright.tile.errors import CompilerError, LowerError, RaceError, RunError, TileError, TraceError, VerifyError
 from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType

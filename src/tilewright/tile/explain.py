@@ -155,7 +155,7 @@ def _phases(program: Program, plan: Plan) -> list[str]:
 
     def region(one: Region, depth: int) -> None:
         for segment in plan.segments[one]:
-            for _, _, phases in phases_in_order(segment):
+            for _, phases in phases_in_order(segment):
                 for phase in phases:
                     did = ", ".join(_effect(n) for n in phase.items) or "keeps what is needed later"
                     out.append(f"loop          {'  ' * depth}over {shape_text(phase.space)}: {did}")

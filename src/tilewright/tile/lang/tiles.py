@@ -93,7 +93,7 @@ class Tile:
         counter = iter(range(len(self.shape)))
         axes = tuple(-1 if p is None else next(counter) for p in parts)
         shape = tuple(1 if a < 0 else self.shape[a] for a in axes)
-        return Tile(self._t, self._t.add("broadcast", (self.node,), shape=shape, dtype=self.dtype, axes=axes))
+        return made("broadcast", self, shape=shape, dtype=self.dtype, axes=axes)
 
     def reshape(self, *shape: int) -> Tile:
         """The same elements in the same order under another shape."""
@@ -101,7 +101,7 @@ class Tile:
             raise TraceError("reshape would regroup an axis of run-time size: load the tile in its final shape")
         if elements(self.shape) != elements(shape):
             raise TraceError(f"{shape_text(self.shape)} does not reshape to {shape_text(shape)}")
-        return Tile(self._t, self._t.add("reshape", (self.node,), shape=tuple(shape), dtype=self.dtype))
+        return made("reshape", self, shape=tuple(shape), dtype=self.dtype)
 
     def to(self, dtype: DType, round: str = "", saturate: bool = False) -> Tile:
         """A cast. Floating types round to nearest even.
@@ -126,9 +126,7 @@ class Tile:
             return self.to(dtypes.float32).to(dtype, saturate=saturate)
         if mine.kind != "b" and dtype == dtypes.boolean:
             raise TraceError("compare with 0 instead of casting to bool")
-        kind = round or "nearest_even"
-        made = self._t.add("cast", (self.node,), shape=self.shape, dtype=dtype, round=kind, saturate=saturate)
-        return Tile(self._t, made)
+        return made("cast", self, shape=self.shape, dtype=dtype, round=round or "nearest_even", saturate=saturate)
 
     def f32(self) -> Tile:
         return self.to(dtypes.float32)
@@ -143,7 +141,7 @@ class Tile:
         """The same bits as another dtype of the same size."""
         if dtype.itemsize != self.dtype.itemsize or not (dtype.computes and self.dtype.computes):
             raise TraceError(f"the bits of {self.dtype} are no {dtype}")
-        return Tile(self._t, self._t.add("bitcast", (self.node,), shape=self.shape, dtype=dtype))
+        return made("bitcast", self, shape=self.shape, dtype=dtype)
 
     # What Python would do behind the author's back ------------------------------------------------------------------
 
@@ -232,14 +230,20 @@ class Var:
 
     def set(self, value: Any) -> None:
         n = self.node
-        made = lift(self._t, value, n.dtype)
-        if made.dtype != n.dtype or broadcast_shapes(made.shape, n.shape) != n.shape:
-            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{made.dtype}{shape_text(made.shape)}"
+        new = lift(self._t, value, n.dtype)
+        if new.dtype != n.dtype or broadcast_shapes(new.shape, n.shape) != n.shape:
+            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{new.dtype}{shape_text(new.shape)}"
             raise TraceError(f"the variable holds {mine}, the value is {theirs}")
-        self._t.effect("set", (made.node,), shape=n.shape, dtype=n.dtype, var=n.id)
+        self._t.effect("set", (new.node,), shape=n.shape, dtype=n.dtype, var=n.id)
 
 
 # Recording ------------------------------------------------------------------------------------------------------------
+
+
+def made(op: str, *tiles: Tile, shape: Shape, dtype: DType, **attrs: Any) -> Tile:
+    """What a pure operation makes of tiles."""
+    t = tiles[0]._t
+    return Tile(t, t.add(op, tuple(x.node for x in tiles), shape=shape, dtype=dtype, **attrs))
 
 
 def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
@@ -302,9 +306,7 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
         right = Tile(left._t, left._t.const(value, dtype))
     if shape is None:
         raise TraceError(f"shapes {shape_text(left.shape)} and {shape_text(right.shape)} do not broadcast")
-    t = left._t
-    made = t.add("binary", (left.node, right.node), shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
-    return Tile(t, made)
+    return made("binary", left, right, shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
 
 
 def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
@@ -317,7 +319,7 @@ def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     elif widened(dtype).integer and kind not in ("neg", "abs"):
         raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
     said = {"accuracy": accuracy} if accuracy != "exact" else {}
-    return Tile(x._t, x._t.add("unary", (x.node,), shape=x.shape, dtype=dtype, kind=kind, **said))
+    return made("unary", x, shape=x.shape, dtype=dtype, kind=kind, **said)
 
 
 def axis_of(tile: Tile, axis: int) -> tuple[int, Axis]:

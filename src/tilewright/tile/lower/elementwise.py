@@ -72,6 +72,8 @@ class Emitter:
         self.homes: dict[Region, int] = {program.body: 0}
         self.parameters: dict[str, Parameter] = {}
         self.results: dict[Any, Any] = {}
+        self.arrays: dict[tuple[str, object], str] = {}
+        """Where each cell lives, and each tile that waits."""
         self.facts = Facts(program)
         self.phase: Phase | None = None
         self.tail: Operand | None = None
@@ -164,7 +166,11 @@ class Emitter:
                 return one
             total = self.let(depth, one.type, "add", one.operand, 0.0, operands=one.type, line=node.line)
             return Value(total, one.type, depth)  # a sum begins at 0, so of -0 alone it is 0, as in a longer row
-        return self._element(node, [self.emit(x, place) for x in node.args], depth)
+        args = [self.emit(x, place) for x in node.args]
+        lanes = self.lanes if any(v.vector for v in args) else 1
+        operands = [self.as_vector(v) if lanes > 1 else v.operand for v in args]
+        type = Type(node.dtype, lanes)
+        return Value(self._operation(node, operands, type, depth), type, depth)
 
     def read(self, node: Node, place: Place, depth: int) -> Value:
         raise NotImplementedError  # in `memory`, which derives from this
@@ -176,13 +182,6 @@ class Emitter:
         """The place of a broadcast's operand."""
         axes = node.attrs["axes"]
         return tuple(place[axes.index(k)] if k in axes else ZERO for k in range(len(node.args[0].shape)))
-
-    def _element(self, node: Node, args: list[Value], depth: int) -> Value:
-        lanes = self.lanes if any(v.vector for v in args) else 1
-        type = Type(node.dtype, lanes)
-        operands = [self.as_vector(v) if lanes > 1 else v.operand for v in args]
-        made = self._operation(node, operands, type, depth)
-        return Value(made, type, depth)
 
     def _operation(self, node: Node, args: list[Operand], type: Type, depth: int) -> Operand:
         a, source = node.attrs, Type(node.args[0].dtype, type.lanes)

@@ -48,7 +48,7 @@ class Lowering(Reductions):
 
     def region(self, region: Region) -> None:
         for segment in self.plan.segments[region]:
-            for _, scalars, phases in phases_in_order(segment):
+            for scalars, phases in phases_in_order(segment):
                 for item in scalars:
                     self.scalar(item)
                 for phase in phases:
@@ -83,7 +83,7 @@ class Lowering(Reductions):
         elif item.op in ("store", "print"):
             self.store(item, place)
         elif item.op == "var":
-            name = self.results_by_key[("cell", item.id)] = self.fresh("cell")
+            name = self.arrays[("cell", item.id)] = self.fresh("cell")
             self.put(depth, Declare(name, type, self.emit(item.args[0], place).operand))
         elif item.op == "set":
             self.put(depth, Assign(self.cell(item.attrs["var"]), type, self.emit(item.args[0], place).operand))
@@ -114,7 +114,7 @@ class Lowering(Reductions):
         for item in phase.items:
             if item.op == "var":
                 key = ("cell", item.id)
-                self.results_by_key[key] = self.room(key, "cell", item.dtype, item.shape)
+                self.arrays[key] = self.room(key, "cell", item.dtype, item.shape)
         work = sorted([*phase.items, *phase.keep, *self._first_loads(phase)], key=lambda n: n.id)
         unroll = self.unroll if inner else 1
 

@@ -221,17 +221,12 @@ class Memory(Emitter):
     def array_of(self, node: Node) -> str:
         """The scratch array of a tile that waits."""
         key = ("array", node)
-        if key not in self.results_by_key:
-            self.results_by_key[key] = self.room(key, "s", node.dtype, node.shape)
-        return self.results_by_key[key]
+        if key not in self.arrays:
+            self.arrays[key] = self.room(key, "s", node.dtype, node.shape)
+        return self.arrays[key]
 
     def cell(self, var: int) -> str:
-        return self.results_by_key[("cell", var)]
-
-    @property
-    def results_by_key(self) -> dict[tuple[str, object], str]:
-        found: dict[tuple[str, object], str] = self.__dict__.setdefault("_arrays", {})
-        return found
+        return self.arrays[("cell", var)]
 
     def offset(self, shape: Shape, place: Place) -> tuple[Operand, int]:
         """(offset, stride of the lanes) in a dense array of this shape."""

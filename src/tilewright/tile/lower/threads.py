@@ -11,19 +11,7 @@ import math as integers
 from dataclasses import replace
 
 from tilewright.tile.dtypes import DType, boolean
-from tilewright.tile.ir.thread_ir import (
-    Array,
-    Assign,
-    Declare,
-    For,
-    If,
-    Let,
-    Load,
-    Operand,
-    Statement,
-    Store,
-    Type,
-)
+from tilewright.tile.ir.thread_ir import Array, Assign, Declare, For, If, Let, Load, Operand, Statement, Store, Type
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked

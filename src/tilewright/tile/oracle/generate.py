@@ -43,7 +43,12 @@ def sample(seed: int, size: int = 12) -> Sample:
     bounded = chance.random() < 0.7
     sizes = (None, Most(MOST) if bounded else width)
     views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
-    made = kernel(_body(random.Random(seed + 1), size), static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
+    second = random.Random(seed + 1)
+
+    def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
+        _Maker(random.Random(second.random()), t, (x, w, y, z, counts), a, k, size).run()
+
+    made = kernel(body, static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
     program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
     numbers, calm = np.random.default_rng(seed), chance.random() < 0.6  # one NaN in a row hides what a sum does
     arguments: dict[str, Any] = {
@@ -70,13 +75,6 @@ def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], u
     wide = np.zeros((*shape[:-1], 2 * shape[-1]), raw.dtype)
     wide[..., ::2] = raw
     return wide[..., ::2]
-
-
-def _body(chance: random.Random, size: int) -> Callable[..., None]:
-    def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
-        _Maker(random.Random(chance.random()), t, (x, w, y, z, counts), a, k, size).run()
-
-    return body
 
 
 class _Maker:

@@ -13,19 +13,7 @@ import numpy as np
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.instr.record import SCALARS
-from tilewright.tile.ir.thread_ir import (
-    Assign,
-    Barrier,
-    Declare,
-    If,
-    Let,
-    Load,
-    Operand,
-    Print,
-    Statement,
-    Store,
-    Type,
-)
+from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Print, Statement, Store, Type
 from tilewright.tile.ir.tile_ir import COMPARISONS
 
 INFIX = {
