@@ -7,7 +7,7 @@ pairs; all need sm_80 or later. What a CPU does instead is in `x86` and `convert
 from __future__ import annotations
 
 from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
-from tilewright.tile.instr.x86 import PHILOX
+from tilewright.tile.instr.x86 import EXTREMES, PHILOX
 
 TYPES = """#define fn static __device__ __forceinline__
 #define UNROLL(n) _Pragma("unroll")
@@ -122,9 +122,7 @@ fn f32v ldexp_of(f32v a, f32v n) { EACH a[l] = ldexp_of(a[l], n[l]); return a; }
 fn f32v abs_of(f32v a) { EACH a[l] = fabsf(a[l]); return a; }
 template <class T> fn T abs_of(T a) {
   return each([](auto x) { return (decltype(x))(x < 0 ? 0 - wraps(x) : wraps(x)); }, a); }"""),
-    *(_each(f"{name}_{kind}", "a b", f"auto r = a {sign} b ? a : b; return {result};")
-      for name, sign in (("max", ">"), ("min", "<"))
-      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
+    *(_each(name, "a b", f"auto r = a {sign} b ? a : b; return {result};") for name, sign, result in EXTREMES),
     _each("floor_div", "a b", """typedef decltype(a) E; if (b == 0) return (E)0;
     if constexpr ((E)-1 < (E)0) if (b == (E)-1) return (E)(0 - wraps(a));
     E q = a / b, r = a % b; return (E)(q - (r != 0 && (r ^ b) < 0));"""),

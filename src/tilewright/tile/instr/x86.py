@@ -23,6 +23,13 @@ PHILOX = """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
   return x[word]; }"""
 
 
+EXTREMES = tuple(
+    (f"{name}_{kind}", sign, result) for name, sign in (("max", ">"), ("min", "<"))
+    for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))
+)  # fmt: skip
+"""(name, r is a where it is so to b, result)"""
+
+
 def _extreme(name: str, sign: str, result: str) -> Record:
     """Of a and b, with r = a if it is the more extreme, else b."""
     return Record(name, f"template <class T> static inline T {name}(T a, T b) {{\n"
@@ -59,8 +66,7 @@ static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0
     Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
 static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
 template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
-    *(_extreme(f"{name}_{kind}", sign, result) for name, sign in (("max", ">"), ("min", "<"))
-      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
+    *(_extreme(*one) for one in EXTREMES),
     Record("can_divide", """template <class T> static inline T can_divide(T b) {
   T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
   return traps ? one : b; }"""),

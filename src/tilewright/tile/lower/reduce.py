@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Operand, Type
@@ -71,8 +70,7 @@ class Reductions(Memory):
         if self.tail is not None:
             below = self.let(inner, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
             found = self.let(inner, type, "select", below, found, identity(combine, node.dtype), operands=type)
-        old = self.fresh()
-        self.put(inner, self._register(old, type, acc.name, register))
+        old = self.register(inner, type, acc.name, register)
         made = self.let(inner, type, operation(combine), old, found, operands=type, line=node.line)
         self.put(inner, Assign(acc.name, type, made, register))
 
@@ -93,33 +91,28 @@ class Reductions(Memory):
         with self.block() as made:
             for node, total in outer.items():
                 if blocked(node):
-                    old, part = self.fresh(), self.fresh()
-                    self.put(depth + 1, self._register(old, total.type, total.name, register))
-                    self.put(depth + 1, self._register(part, total.type, self.accumulators[node].name, register))
+                    old = self.register(depth + 1, total.type, total.name, register)
+                    part = self.register(depth + 1, total.type, self.accumulators[node].name, register)
                     both = self.let(depth + 1, total.type, "add", old, part, operands=total.type, line=node.line)
                     self.put(depth + 1, Assign(total.name, total.type, both, register))
         self.put(depth, For(register, 0, unroll, 1, made.statements, unroll=True))
         self.accumulators = outer
 
-    @staticmethod
-    def _register(name: str, type: Type, array: str, register: Operand) -> Any:
-        return Let(name, type, "element", (array, register))
+    def register(self, depth: int, type: Type, array: str, number: Operand) -> str:
+        """What a register of an array holds."""
+        name = self.fresh()
+        self.put(depth, Let(name, type, "element", (array, number)))
+        return name
 
     def folded(self, acc: Accumulator, unroll: int, place: Place) -> None:
         """The result of a reduction along the vector axis: a scalar, or one element of a scratch array."""
         inner = len(self.blocks) - 1
         node, type = acc.node, acc.type
         op = operation(node.attrs["combine"])
-        parts: list[Operand] = []
-        for i in range(unroll):
-            name = self.fresh()
-            self.put(inner, self._register(name, type, acc.name, i))
-            parts.append(name)
+        parts = [self.register(inner, type, acc.name, i) for i in range(unroll)]
         while len(parts) > 1:
-            half = len(parts) // 2
-            parts = [
-                self.let(inner, type, op, a, b, operands=type) for a, b in zip(parts[:half], parts[half:], strict=True)
-            ]
+            halves = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+            parts = [self.let(inner, type, op, a, b, operands=type) for a, b in halves]
         scalar = Type(node.dtype)
         total = self.let(inner, scalar, "fold", parts[0], operands=type, mode=node.attrs["combine"], line=node.line)
         total = self.across_threads(acc, total)

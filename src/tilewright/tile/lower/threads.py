@@ -230,10 +230,10 @@ class Threads(Lowering):
         return self.round
 
     def load_array(self, name: str, type: Type, shape: Shape, place: Place, depth: int) -> str:
-        made, index = self.fresh(), self._in_register(name, shape, place)
+        index = self._in_register(name, shape, place)
         if index is not None:
-            self.put(depth, Let(made, type, "element", (name, index)))
-            return made
+            return self.register(depth, type, name, index)
+        made = self.fresh()
         at, lane = self.offset(self.padded.get(name, shape), place)
         self.put(depth, Load(made, type, name, at, lane or 1, layout=self._dealt(name, shape, place)))
         return made

@@ -194,20 +194,18 @@ class _Machine:
             self.clock.warp[together.all(1)] += 1
 
     def assign(self, s: Assign, active: Array) -> None:
-        new, old = self.value(s.value, s.type.dtype), self.values[s.name]
-        key, unknown, i = s.name, self.unknown(s.value), 0
+        new, unknown, key = self.value(s.value, s.type.dtype), self.unknown(s.value), s.name
+        held: Any = self.values
+        at: Any = s.name
         if s.index is not None:
-            i = self.number(s.index)
-            key, registers, old = f"{s.name}[{i}]", old, old[i]
+            held, at = self.values[s.name], self.number(s.index)
+            key = f"{s.name}[{at}]"
         before = self.undefined.get(key)
         if not active.all():
-            new = np.where(active, new, old)
+            new = np.where(active, new, held[at])
             if unknown is not None or before is not None:
                 unknown = np.where(active, False if unknown is None else unknown, False if before is None else before)
-        if s.index is None:
-            self.values[s.name] = new
-        else:
-            registers[i] = new
+        held[at] = new
         self.define(key, unknown)
 
     # Memory ---------------------------------------------------------------------------------------------------------

@@ -74,8 +74,7 @@ def run(
 class _Machine:
     def __init__(
         self, program: Program, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
-        order: Order,
-        real: Any,
+        order: Order, real: Any,
     ) -> None:  # fmt: skip
         self.program, self.arguments, self.order, self.real = program, arguments, order, real
         self.grid = (*grid, 1, 1, 1)[:3]
@@ -196,10 +195,8 @@ class _Machine:
             return self._unary(a["kind"], args[0])
         if op == "const":
             return np.asarray(a["value"], self.real if node.dtype.floating else node.dtype.storage)
-        if op == "program_id":
-            return np.asarray(self.place[a["axis"]], np.int64)
-        if op == "num_programs":
-            return np.asarray(self.grid[a["axis"]], np.int64)
+        if op in ("program_id", "num_programs"):
+            return np.asarray((self.place if op == "program_id" else self.grid)[a["axis"]], np.int64)
         if op == "argument":
             value = np.asarray(self.arguments[a["name"]], node.dtype.values)
             return value.astype(self.real) if node.dtype.floating else value
@@ -246,11 +243,10 @@ class _Machine:
         x = np.broadcast_to(x, self.extents(node.args[0]))
         moved = np.moveaxis(x, axis, 0)
         last = all(a == 1 for a in node.args[0].shape[axis + 1 :])
-        mine = (self.order.lanes, self.order.unroll, self.order.threads) if last else (1, 1, 1)
-        lanes, unroll, threads = mine
+        order = self.order if last else Order(block=self.order.block)
         kind = self.real if dtype.floating else np.dtype(dtype.storage)
-        block = self.order.block if combine == "sum" and dtype.floating else 0
-        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll, block, threads).astype(kind)
+        block, start = order.block if combine == "sum" and dtype.floating else 0, numbers.identity(combine, dtype)
+        found = fold(moved, combine, start, order.lanes, order.unroll, block, order.threads).astype(kind)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
 
