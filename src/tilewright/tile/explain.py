@@ -114,10 +114,8 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
     widths: dict[str, None] = {}
     for s in function.statements():
         if isinstance(s, (Load, Store)) and s.align and s.line is not None:
-            item = s.type.dtype.itemsize
-            verb = "load" if isinstance(s, Load) else "store"
-            name = s.memory.removeprefix("p_")
-            widths[f"access        {verb} {name} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
+            place = f"{'load' if isinstance(s, Load) else 'store'} {s.memory.removeprefix('p_')} ({s.line})"
+            widths[f"access        {place}: {s.align} bytes at once"] = None
     out += [*widths, *_slow_accesses(function)]
     arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:

@@ -18,7 +18,7 @@ from tilewright.tile import dtypes, numbers
 from tilewright.tile.analysis.divisibility import Facts
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
-from tilewright.tile.ir.thread_ir import Function, Let, Operand, Parameter, Statement, Type
+from tilewright.tile.ir.thread_ir import For, Function, If, Let, Operand, Parameter, Statement, Type
 from tilewright.tile.ir.tile_ir import Node, Program, Region
 from tilewright.tile.lower import math
 from tilewright.tile.lower.phases import Phase, Plan, folds
@@ -87,6 +87,18 @@ class Emitter:
             yield self.blocks[-1]
         finally:
             self.blocks.pop()
+
+    @property
+    def depth(self) -> int:
+        """Of the innermost block."""
+        return len(self.blocks) - 1
+
+    @contextmanager
+    def under(self, compound: Callable[..., For | If], *given: Operand, **flags: bool) -> Iterator[Block]:
+        """The body of a loop or of a condition."""
+        with self.block() as made:
+            yield made
+        self.put(self.depth, compound(*given, made.statements, **flags))
 
     # Statements -----------------------------------------------------------------------------------------------------
 

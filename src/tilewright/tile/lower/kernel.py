@@ -7,6 +7,7 @@ a copy of the body in which each access has a count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
@@ -22,6 +23,15 @@ from tilewright.tile.schedule import Schedule
 COUNT, TEST = Type(int64), Type(boolean)
 Body = Callable[[Place, Operand], None]
 """What is done at a place, by the vectors of a chunk; the operand is the register of an accumulator."""
+
+
+@dataclass
+class Row:
+    """The innermost axis of a nest: `along` in chunks, at a place of the others."""
+
+    along: int
+    place: list[Index]
+    body: Body
 
 
 def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Function:
@@ -59,25 +69,21 @@ class Lowering(Reductions):
                 self.control(segment.control)
 
     def control(self, effect: Node) -> None:
-        depth, body = len(self.blocks) - 1, effect.attrs["body"]
+        body = effect.attrs["body"]
+        self.homes[body] = self.depth + 1
+        given = [self.emit(a).operand for a in effect.args]
         if effect.op == "when":
-            condition = self.emit(effect.args[0])
-            with self.block() as made:
-                self.homes[body] = depth + 1
+            with self.under(If, *given):
                 self.region(body)
-            self.put(depth, If(condition.operand, made.statements))
             return
-        lo, hi, step = (self.emit(a).operand for a in effect.args)
         var = self.fresh("k")
-        with self.block() as made:
-            self.homes[body] = depth + 1
-            made.known[(effect.attrs["index"], ())] = Value(var, COUNT, depth + 1)
+        with self.under(For, var, *given, any_step=given[2] != 1) as made:
+            made.known[(effect.attrs["index"], ())] = Value(var, COUNT, self.depth)
             self.region(body)
-        self.put(depth, For(var, lo, hi, step, made.statements, any_step=step != 1))
 
     def scalar(self, item: Node) -> None:
         """An effect without a loop."""
-        depth, place, type = len(self.blocks) - 1, (ZERO,) * len(item.shape), Type(item.dtype)
+        depth, place, type = self.depth, (ZERO,) * len(item.shape), Type(item.dtype)
         if item.op == "load":
             self.emit(item, place)
         elif item.op in ("store", "print"):
@@ -203,89 +209,75 @@ class Lowering(Reductions):
 
         def level(axes: list[int]) -> None:
             if not axes:
-                around(tuple(place), lambda: self.chunks(space, along, unroll, place, body))
+                around(tuple(place), lambda: self.chunks(space, unroll, Row(along, place, body)))
                 return
-            depth = len(self.blocks) - 1
             var, size = self.fresh("o"), self.size(space[axes[0]])
-            with self.block() as made:
-                place[axes[0]] = Index(var, depth + 1)
+            with self.under(For, var, 0, size, 1):
+                place[axes[0]] = Index(var, self.depth)
                 level(axes[1:])
-            self.put(depth, For(var, 0, size, 1, made.statements))
 
         level(outer)
 
-    def chunks(self, space: Shape, along: int, unroll: int, place: list[Index], body: Body) -> None:
+    def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of `unroll` vectors, then what is left."""
         width = self.lanes * unroll
-        size, full = self.extent(space[along], width)
+        size, full = self.extent(space[row.along], width)
         if full != 0:
-            levels = self.levels(static_size(space[along]) // width)
-            self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, along, place, body, None))
-        if size == full:
-            return
-        if unroll > 1:
+            levels = self.levels(static_size(space[row.along]) // width)
+            self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, row))
+        if size != full and unroll == 1:
+            self._last(full, 0, row, size, short=True)
+        elif size != full:
             rounds = unroll
             if isinstance(size, int) and isinstance(full, int):
                 rounds = -(-(size - full) // self.lanes)
-            self._round(full, unroll, rounds, along, place, body, size)
-            return
-        depth = len(self.blocks) - 1
-        condition = self.let(depth, TEST, "lt", full, size, operands=COUNT)
-        with self.block() as made:
-            self._chunk(full, 0, along, place, body, self.let(depth + 1, COUNT, "sub", size, full))
-        self.put(depth, If(condition, made.statements))
+            self._round(full, unroll, rounds, row, size)
 
     def extent(self, axis: Axis, width: int) -> tuple[Operand, Operand]:
         """The size of an axis, and the part of it that is in full rounds of a width."""
         size = self.size(axis)
         if isinstance(size, int):
             return size, size // width * width
-        return size, self.let(len(self.blocks) - 1, COUNT, "and", size, -width, operands=COUNT)
+        return size, self.let(self.depth, COUNT, "and", size, -width, operands=COUNT)
 
     def _rounds(self, lo: Operand, hi: Operand, width: int, levels: int, body: Callable[[str], None]) -> None:
         """A loop over full rounds, in `levels` of blocks whose sums are taken on their own."""
-        depth, step = len(self.blocks) - 1, width * BLOCK**levels
-        var = self.fresh("b" if levels else "c")
-        with self.block() as made:
+        step, var = width * BLOCK**levels, self.fresh("b" if levels else "c")
+        with self.under(For, var, lo, hi, step):
             if not levels:
                 body(var)
-            else:
-                with self.block_of_sums(self.unroll):
-                    beyond = self.let(depth + 1, COUNT, "add", var, step)
-                    end = self.let(depth + 1, COUNT, "min", beyond, hi)
-                    self._rounds(var, end, width, levels - 1, body)
-        self.put(depth, For(var, lo, hi, step, made.statements))
+                return
+            with self.block_of_sums(self.unroll):
+                beyond = self.let(self.depth, COUNT, "add", var, step)
+                end = self.let(self.depth, COUNT, "min", beyond, hi)
+                self._rounds(var, end, width, levels - 1, body)
 
-    def _round(
-        self, start: Operand, unroll: int, rounds: int, along: int, place: list[Index],
-        body: Body, size: Operand | None,
-    ) -> None:  # fmt: skip
+    def _round(self, start: Operand, unroll: int, rounds: int, row: Row, size: Operand | None = None) -> None:
         """`rounds` vectors from `start` on; with a `size`, those that it leaves."""
         if unroll == 1:
-            self._chunk(start, 0, along, place, body, None)
+            self._chunk(start, 0, row)
             return
-        depth, register = len(self.blocks) - 1, self.fresh("q")
-        with self.block() as made:
-            step = self.let(depth + 1, COUNT, "mul", register, self.lanes)
-            at = self.let(depth + 1, COUNT, "add", start, step)
+        register = self.fresh("q")
+        with self.under(For, register, 0, rounds, 1, unroll=True):
+            step = self.let(self.depth, COUNT, "mul", register, self.lanes)
+            at = self.let(self.depth, COUNT, "add", start, step)
             if size is None:
-                self._chunk(at, register, along, place, body, None)
+                self._chunk(at, register, row)
             else:
-                condition = self.let(depth + 1, TEST, "lt", at, size, operands=COUNT)
-                with self.block() as last:
-                    left = self.let(depth + 2, COUNT, "sub", size, at)
-                    count = self.let(depth + 2, COUNT, "min", left, self.lanes)
-                    self._chunk(at, register, along, place, body, count)
-                made.statements.append(If(condition, last.statements))
-        self.put(depth, For(register, 0, rounds, 1, made.statements, unroll=True))
+                self._last(at, register, row, size)
 
-    def _chunk(
-        self, at: Operand, register: Operand, along: int, place: list[Index],
-        body: Body, tail: Operand | None,
-    ) -> None:  # fmt: skip
-        depth = len(self.blocks) - 1
-        place[along] = Index(at, depth, vector=True)
+    def _last(self, at: Operand, register: Operand, row: Row, size: Operand, whole: bool = False,
+              short: bool = False) -> None:  # fmt: skip
+        """What lies below a size of the vector at `at`: of a `whole` one all or nothing, of a `short` one never all."""
+        with self.under(If, self.let(self.depth, TEST, "lt", at, size, operands=COUNT)):
+            tail = None if whole else self.let(self.depth, COUNT, "sub", size, at)
+            if tail is not None and not short:
+                tail = self.let(self.depth, COUNT, "min", tail, self.lanes)
+            self._chunk(at, register, row, tail)
+
+    def _chunk(self, at: Operand, register: Operand, row: Row, tail: Operand | None = None) -> None:
+        row.place[row.along] = Index(at, self.depth, vector=True)
         self.tail = tail
-        body(tuple(place), register)
+        row.body(tuple(row.place), register)
         self.tail = None
-        place[along] = ZERO
+        row.place[row.along] = ZERO

@@ -199,12 +199,13 @@ class Memory(Emitter):
         found = None if mask is None else self.as_vector(mask)
         if self.tail is None:
             return None, found
-        inner = len(self.blocks) - 1
-        below = self.let(inner, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
-        if found is None:
-            return None, below
-        both = Type(boolean, self.lanes)
-        return None, self.let(inner, both, "and", below, found, operands=both)
+        below, both = self.elements(), Type(boolean, self.lanes)
+        return None, below if found is None else self.let(self.depth, both, "and", below, found, operands=both)
+
+    def elements(self) -> str:
+        """Which lanes of a last chunk are elements."""
+        assert self.tail is not None
+        return self.let(self.depth, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
 
     # Scratch --------------------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class Memory(Emitter):
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
         index, lane = self.offset(shape, place)
-        self.put(len(self.blocks) - 1, Store(name, type, index, value, lane or 1))
+        self.put(self.depth, Store(name, type, index, value, lane or 1))
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Memory(Emitter):
         value = self.emit(node.args[-1], place)
         mask = self.emit(node.args[view.rank], place) if node.attrs["masked"] else None
         memory = self.parameter(f"p_{node.attrs['view']}", "pointer", node.attrs["view"], 0, view.dtype)
-        vector, inner = counts_lanes(place), len(self.blocks) - 1
+        vector, inner = counts_lanes(place), self.depth
         index, stride, scattered = self._reached(node, place, vector)
         type = Type(view.dtype, self.lanes if vector else 1)
         count, test = self._limits(type, stride, scattered, mask)
@@ -283,7 +284,7 @@ class Memory(Emitter):
                      self.as_vector(value) if vector else value.operand, (*instance, *(i.base for i in place)),
                      next((3 + k for k, i in enumerate(place) if i.vector), -1), self.tail if lanes > 1 else None,
                      node.line)  # fmt: skip
-        self.put(len(self.blocks) - 1, made)
+        self.put(self.depth, made)
 
     def keep(self, name: str, dtype: DType, shape: Shape, value: Value, place: Place) -> None:
         """Write a value to a scratch array."""

@@ -15,8 +15,8 @@ from tilewright.tile.ir.thread_ir import Array, Assign, Declare, For, If, Let, L
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
-from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
-from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering
+from tilewright.tile.lower.elementwise import Place, counts_lanes
+from tilewright.tile.lower.kernel import COUNT, TEST, Lowering, Row
 from tilewright.tile.lower.phases import Plan, counting, injective
 from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
@@ -104,53 +104,38 @@ class Threads(Lowering):
 
     # Chunks ---------------------------------------------------------------------------------------------------------
 
-    def chunks(self, space: Shape, along: int, unroll: int, place: list[Index], body: Body) -> None:
+    def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of a vector a thread, then what is left."""
-        depth, rounds = len(self.blocks) - 1, static_size(space[along]) // self.width
-        size, full = self.extent(space[along], self.width)
-        one_row = all(a == 1 for i, a in enumerate(space) if i != along)
+        rounds = static_size(space[row.along]) // self.width
+        size, full = self.extent(space[row.along], self.width)
+        one_row = all(a == 1 for i, a in enumerate(space) if i != row.along)
         self.row = size if isinstance(size, int) and one_row and rounds <= ROUNDS else None
-        if self.row is not None and isinstance(full, int):
-            if full:
-                var = self.fresh("q")
-                with self.block() as made:
-                    base = self.let(depth + 1, COUNT, "mul", var, self.width)
-                    self._deal(base, var, along, place, body, None)
-                self.put(depth, For(var, 0, rounds, 1, made.statements, unroll=True))
+        if self.row is not None and full != 0:
+            var = self.fresh("q")
+            with self.under(For, var, 0, rounds, 1, unroll=True):
+                self._deal(self.let(self.depth, COUNT, "mul", var, self.width), var, row)
         elif full != 0:
-            levels = self.levels(rounds)
-            self._rounds(0, full, self.width, levels, lambda var: self._deal(var, None, along, place, body, None))
+            self._rounds(0, full, self.width, self.levels(rounds), lambda var: self._deal(var, None, row))
         if size != full:
-            self._deal(full, rounds if self.row is not None else None, along, place, body, size)
+            self._deal(full, rounds if self.row is not None else None, row, size)
         self.row = self.round = None
 
-    def _deal(
-        self, base: Operand, round: Operand | None, along: int, place: list[Index],
-        body: Body, size: Operand | None,
-    ) -> None:  # fmt: skip
+    def _deal(self, base: Operand, round: Operand | None, row: Row, size: Operand | None = None) -> None:
         """Each thread's vector of the round at `base`; with a `size`, of what lies below it."""
-        depth = len(self.blocks) - 1
         self.round = round
         if isinstance(base, str):
             self.divisors.setdefault(base, self.width)
-        at = self.start if base == 0 else self.let(depth, COUNT, "add", base, self.start)
+        at = self.start if base == 0 else self.let(self.depth, COUNT, "add", base, self.start)
         if size is None:
-            self._chunk(at, 0, along, place, body, None)
-            return
-        inside = self.let(depth, TEST, "lt", at, size, operands=COUNT)
-        with self.block() as made:
-            tail: Operand | None = None
-            if not isinstance(size, int) or size % self.lanes:  # else a vector is inside as a whole or not at all
-                left = self.let(depth + 1, COUNT, "sub", size, at)
-                tail = self.let(depth + 1, COUNT, "min", left, self.lanes)
-            self._chunk(at, 0, along, place, body, tail)
-        self.put(depth, If(inside, made.statements))
+            self._chunk(at, 0, row)
+        else:
+            self._last(at, 0, row, size, whole=isinstance(size, int) and size % self.lanes == 0)
 
     # Folds ----------------------------------------------------------------------------------------------------------
 
     def across_threads(self, acc: Accumulator, total: str) -> str:
         """Fold over the lanes of a warp, then over warps by a shared array. Every thread has the result."""
-        depth, type = len(self.blocks) - 1, Type(acc.node.dtype)
+        depth, type = self.depth, Type(acc.node.dtype)
         total = self._butterfly(acc, total, WARP)
         warps = self.schedule.threads // WARP
         if warps == 1:
@@ -166,7 +151,7 @@ class Threads(Lowering):
         return self._butterfly(acc, part, warps)
 
     def _butterfly(self, acc: Accumulator, total: str, count: int) -> str:
-        depth, type = len(self.blocks) - 1, Type(acc.node.dtype)
+        depth, type = self.depth, Type(acc.node.dtype)
         op = operation(acc.node.attrs["combine"])
         mask = 1
         while mask < count:
@@ -183,7 +168,7 @@ class Threads(Lowering):
 
     def owned(self, statement: Store) -> None:
         """A store that all threads would do alike is done by the first."""
-        super().put(len(self.blocks) - 1, If(self.first(), [statement]))
+        super().put(self.depth, If(self.first(), [statement]))
 
     def first(self) -> str:
         """Whether this is the first thread."""
@@ -195,10 +180,8 @@ class Threads(Lowering):
             return
         owner = self.first()
         self.emit(node.args[-1], place)  # where every thread needs it, outside
-        depth = len(self.blocks) - 1
-        with self.block() as made:
+        with self.under(If, owner):
             super().store(node, place)
-        self.put(depth, If(owner, made.statements))
 
     # Where tiles wait -----------------------------------------------------------------------------------------------
 
@@ -239,7 +222,7 @@ class Threads(Lowering):
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
-        inner, index = len(self.blocks) - 1, self._in_register(name, shape, place)
+        inner, index = self.depth, self._in_register(name, shape, place)
         if index is not None:
             self.put(inner, Assign(name, type, value, index))
             return
