@@ -315,8 +315,6 @@ in_child(by_hand)  # imported there for the first time
 in_child(lambda: in_child(by_hand))
 import tilewright as tw
 in_child(an_op)  # its kernel is proven there for the first time, against torch
-from tilewright.tile.runtime import cpu
-cpu._lock.acquire()  # as another thread may, at that moment
 in_child(by_hand)
 """
 

@@ -9,26 +9,15 @@ standard library are all it needs.
 Authors write with `t` (`lang.functions`), fragments (`lang.kernel`) and what `lang.library` holds.
 """
 
-from tilewright.tile.dtypes import (
-    bfloat16,
-    boolean,
-    float8_e4m3fn,
-    float16,
-    float32,
-    int8,
-    int32,
-    int64,
-    uint8,
-    uint32,
-)
+from tilewright.tile.dtypes import bfloat16, boolean, float8_e4m3fn, float16, float32, int8, int32, int64, uint8, uint32
 from tilewright.tile.errors import CompilerError, LowerError, RaceError, RunError, TileError, TraceError, VerifyError
 from tilewright.tile.explain import explain
 from tilewright.tile.ir.tile_ir import Most, ViewType
 from tilewright.tile.lang.kernel import Fragment, Kernel, fragment, kernel
 from tilewright.tile.lang.library import softmax, store_as
-from tilewright.tile.runtime.launch import Grid
+from tilewright.tile.runtime.launch import launch
 
-Kernel.on = Grid
+Kernel.on = launch
 
 __all__ = [
     "CompilerError", "Fragment", "Kernel", "LowerError", "Most", "RaceError", "RunError", "TileError", "TraceError",

@@ -37,6 +37,11 @@ class DType:
         return self.kind in "iu"
 
     @property
+    def values(self) -> np.dtype[Any]:
+        """The numpy type of its values."""
+        return np.dtype(np.float32 if self.floating else self.storage)
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """The least and the largest value of an integer type."""
         info = np.iinfo(self.storage)
@@ -51,7 +56,7 @@ class DType:
             return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
         if self.name == "float8_e4m3fn":
             return np.asarray(_E4M3[raw])
-        return np.asarray(raw.astype(np.float32 if self.floating else self.storage))
+        return np.asarray(raw.astype(self.values))
 
     def encode(self, values: Array) -> Array:
         """Values to bits, rounding to nearest even; what is not representable becomes infinity (float8: saturates)."""

@@ -114,10 +114,8 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
     widths: dict[str, None] = {}
     for s in function.statements():
         if isinstance(s, (Load, Store)) and s.align and s.line is not None:
-            item = s.type.dtype.itemsize
-            verb = "load" if isinstance(s, Load) else "store"
-            name = s.memory.removeprefix("p_")
-            widths[f"access        {verb} {name} ({s.line}): {min(16, max(s.align, item))} bytes at once"] = None
+            place = f"{'load' if isinstance(s, Load) else 'store'} {s.memory.removeprefix('p_')} ({s.line})"
+            widths[f"access        {place}: {s.align} bytes at once"] = None
     out += [*widths, *_slow_accesses(function)]
     arrays = [a.name for a in function.arrays if a.shared]
     for node in plan.scratch:
@@ -155,7 +153,7 @@ def _phases(program: Program, plan: Plan) -> list[str]:
 
     def region(one: Region, depth: int) -> None:
         for segment in plan.segments[one]:
-            for _, _, phases in phases_in_order(segment):
+            for _, phases in phases_in_order(segment):
                 for phase in phases:
                     did = ", ".join(_effect(n) for n in phase.items) or "keeps what is needed later"
                     out.append(f"loop          {'  ' * depth}over {shape_text(phase.space)}: {did}")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tilewright.tile.dtypes import Array, DType
+from tilewright.tile.lower.math import FUNCTIONS
 
 F32, I32 = np.float32, np.int32
 
@@ -32,19 +34,18 @@ def fma(a: Array, b: Array, c: Array) -> Array:
         return odd.astype(F32)
 
 
-def maximum(a: Array, b: Array, nan: str = "propagate") -> Array:
-    """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
-    found = np.where(a > b, a, b)
-    if a.dtype.kind != "f":
-        return found
-    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+def _extreme(more: Callable[..., Any]) -> Callable[..., Array]:
+    def extreme(a: Array, b: Array, nan: str = "propagate") -> Array:
+        """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
+        found = np.where(more(a, b), a, b)
+        if a.dtype.kind != "f":
+            return found
+        return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+
+    return extreme
 
 
-def minimum(a: Array, b: Array, nan: str = "propagate") -> Array:
-    found = np.where(a < b, a, b)
-    if a.dtype.kind != "f":
-        return found
-    return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+maximum, minimum = _extreme(np.greater), _extreme(np.less)
 
 
 def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> Array:
@@ -81,6 +82,14 @@ COMBINE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def by_halves(combine: str, x: Array) -> Array:
+    """Fold the first axis, a power of two: its first half and its second, until one is left."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = np.asarray(COMBINE[combine](x[:half], x[half:]))
+    return np.asarray(x[0])
+
+
 def identity(combine: str, dtype: DType) -> Any:
     """What changes nothing when it is folded in."""
     if combine in ("max", "min"):
@@ -103,17 +112,13 @@ class NumpyBuilder:
     less, equal, select = _method(np.less), _method(np.equal), _method(np.where)
     iand, ior = _method(np.bitwise_and), _method(np.bitwise_or)
 
-    def real(self, value: float) -> Array:
-        return np.asarray(value, F32)
-
-    def whole(self, value: int) -> Array:
-        return np.asarray(value, I32)
-
-    def least(self, a: Array, b: Array) -> Array:
-        return np.where(np.less(a, b), a, b)
-
-    def greatest(self, a: Array, b: Array) -> Array:
-        return np.where(np.greater(a, b), a, b)
+    real, whole = _method(F32), _method(I32)
+    least = _method(lambda a, b: np.where(np.less(a, b), a, b))
+    greatest = _method(lambda a, b: np.where(np.greater(a, b), a, b))
+    bits = _method(lambda a: np.asarray(a, F32).view(I32))
+    from_bits = _method(lambda a: np.asarray(a, I32).view(F32))
+    shl = _method(lambda a, by: np.left_shift(a, I32(by)))
+    shr = _method(lambda a, by: np.right_shift(a, I32(by)))
 
     def ldexp(self, a: Array, n: Array) -> Array:
         """In two steps, of which the first is exact."""
@@ -122,17 +127,11 @@ class NumpyBuilder:
         first, second = ((k + 127 << 23).astype(I32).view(F32) for k in (half, whole - half))
         return np.asarray(np.multiply(np.multiply(a, first), second))
 
-    def bits(self, a: Array) -> Array:
-        return np.asarray(a, F32).view(I32)
 
-    def from_bits(self, a: Array) -> Array:
-        return np.asarray(a, I32).view(F32)
-
-    def shl(self, a: Array, by: int) -> Array:
-        return np.asarray(np.left_shift(a, I32(by)))
-
-    def shr(self, a: Array, by: int) -> Array:
-        return np.asarray(np.right_shift(a, I32(by)))
+UNARY: dict[str, Callable[..., Any]] = {
+    "neg": np.negative, "abs": np.abs, "not": np.logical_not, "sqrt": np.sqrt,
+    **{kind: partial(function, NumpyBuilder()) for kind, function in FUNCTIONS.items()},
+}  # fmt: skip
 
 
 def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:

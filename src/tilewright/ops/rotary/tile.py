@@ -7,9 +7,7 @@ from typing import Any
 from tilewright import tile
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Config, Launch
-
-WIDEST = 131072
-"""Columns of a head that are not turned, at most."""
+from tilewright.ops.tile_configs import WIDEST
 
 
 @tile.kernel(static={"x": (1,), "cos": (1,)})

@@ -6,10 +6,10 @@ nodes of a program. Division and remainder round down, as in the language: C's a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
-from tilewright.tile.ir.tile_ir import Most, Node, Program, static_size
+from tilewright.tile.ir.tile_ir import Most, Node, Program, operands_first, static_size
 
 Bound = int | None
 
@@ -80,17 +80,18 @@ class Known:
 
     def least(self, other: Known) -> Known:
         """Of the smaller of two."""
-        joined = self.join(other)
         highs = [h for h in (self.high, other.high) if h is not None]
-        return Known(joined.divisor, joined.low, min(highs, default=None))
+        return replace(self.join(other), high=min(highs, default=None))
 
     def greatest(self, other: Known) -> Known:
-        joined = self.join(other)
         lows = [b for b in (self.low, other.low) if b is not None]
-        return Known(joined.divisor, max(lows, default=None), joined.high)
+        return replace(self.join(other), low=max(lows, default=None))
 
 
 ANY = Known()
+_EXACT = {
+    "add": Known.__add__, "sub": Known.__sub__, "mul": Known.__mul__, "min": Known.least, "max": Known.greatest,
+}  # fmt: skip
 
 
 def constant(value: int) -> Known:
@@ -106,20 +107,12 @@ class Facts:
 
     def of(self, node: Node) -> Known:
         """What is known of every element of a node."""
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            needs = [*top.args, *top.limits] if top.op in _THROUGH else []
-            missing = [n for n in needs if n not in self._found]
-            if top in self._found or not missing:
-                waiting.pop()
-                self._found.setdefault(top, self._one(top))
-            else:
-                waiting.extend(missing)
+        for one in operands_first(node, self._found.__contains__):
+            self._found[one] = self._one(one)
         return self._found[node]
 
     def _one(self, node: Node) -> Known:
-        a, args = node.attrs, [self._found.get(x, ANY) for x in node.args]
+        a, args = node.attrs, [self._found[x] for x in node.args]
         if not node.dtype.integer:
             return ANY
         if node.op == "const":
@@ -151,29 +144,16 @@ class Facts:
         kind = node.attrs["kind"]
         by = node.args[1].attrs.get("value", 0) if node.args[1].op == "const" else 0
         found = ANY
-        if kind == "add":
-            found = left + right
-        elif kind == "sub":
-            found = left - right
-        elif kind == "mul":
-            found = left * right
-        elif kind == "min":
-            found = left.least(right)
-        elif kind == "max":
-            found = left.greatest(right)
-        elif kind == "floordiv" and by > 0:
-            found = left // by
-        elif kind == "mod" and by > 0:
+        if kind in _EXACT:
+            found = _EXACT[kind](left, right)
+        elif by > 0 and kind in ("floordiv", "shr"):
+            found = left // (by if kind == "floordiv" else 1 << by)
+        elif by > 0 and kind == "mod":
             found = left % by
-        elif kind == "shr" and by > 0:
-            found = left // (1 << by)
-        elif kind == "and" and by > 0:
+        elif by > 0 and kind == "and":
             found = Known(1, 0, by)
         bits = 8 * node.dtype.itemsize
         return found if found.fits(bits) else ANY  # it may have wrapped round
-
-
-_THROUGH = frozenset(("binary", "cast", "where", "broadcast", "reshape", "arange"))
 
 
 def _both(a: Bound, b: Bound) -> Bound:

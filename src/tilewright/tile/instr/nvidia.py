@@ -7,7 +7,7 @@ pairs; all need sm_80 or later. What a CPU does instead is in `x86` and `convert
 from __future__ import annotations
 
 from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
-from tilewright.tile.instr.x86 import PHILOX
+from tilewright.tile.instr.x86 import EXTREMES, PHILOX
 
 TYPES = """#define fn static __device__ __forceinline__
 #define UNROLL(n) _Pragma("unroll")
@@ -61,9 +61,8 @@ def _operator(op: str) -> str:
     return _BINARY.format(op=op, of="Vec<E>", value=value)
 
 
-OPERATORS = "\n".join(
-    map(_operator, ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!="))
-)
+_INFIX = ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!=")
+OPERATORS = "\n".join(map(_operator, _INFIX))
 
 
 def types(lanes: int) -> str:
@@ -102,14 +101,10 @@ FAST = (
     _fast("sqrt", "sqrt"),
     _fast("rsqrt", "rsqrt"),
     _fast("reciprocal", "rcp", ftz=".ftz"),
-    _each(
-        "sigmoid_fast",
-        "a",
-        """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
+    _each("sigmoid_fast", "a", """f32 r = __fmaf_rn(a, -1.44269504f, -24.0f);  // 2^-24 of everything: no result
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(r)); r += 0x1p-24f;                  // is denormal before the last product
-    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;""",
-    ),
-)
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(r)); return r * 0x1p-24f;"""),
+)  # fmt: skip
 
 ARITHMETIC = (
     Record("splat", """fn f32v splat(f32 x) { return every(x); }
@@ -127,9 +122,7 @@ fn f32v ldexp_of(f32v a, f32v n) { EACH a[l] = ldexp_of(a[l], n[l]); return a; }
 fn f32v abs_of(f32v a) { EACH a[l] = fabsf(a[l]); return a; }
 template <class T> fn T abs_of(T a) {
   return each([](auto x) { return (decltype(x))(x < 0 ? 0 - wraps(x) : wraps(x)); }, a); }"""),
-    *(_each(f"{name}_{kind}", "a b", f"auto r = a {sign} b ? a : b; return {result};")
-      for name, sign in (("max", ">"), ("min", "<"))
-      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
+    *(_each(name, "a b", f"auto r = a {sign} b ? a : b; return {result};") for name, sign, result in EXTREMES),
     _each("floor_div", "a b", """typedef decltype(a) E; if (b == 0) return (E)0;
     if constexpr ((E)-1 < (E)0) if (b == (E)-1) return (E)(0 - wraps(a));
     E q = a / b, r = a % b; return (E)(q - (r != 0 && (r ^ b) < 0));"""),
@@ -166,14 +159,13 @@ def _fold(name: str, step: str) -> Record:
     return fold_{name}<N / 2>(a); }} }}""")  # fmt: skip
 
 
-FOLDS = (
-    _fold("sum", "(E)(wraps(x) + wraps(y))"),
-    _fold("prod", "(E)(wraps(x) * wraps(y))"),
-    _fold("max", "max_nan(x, y)"),
-    _fold("min", "min_nan(x, y)"),
-    _fold("and", "x & y"),
-    _fold("or", "x | y"),
-)
+FOLDS = tuple(
+    _fold(name, step)
+    for name, step in {
+        "sum": "(E)(wraps(x) + wraps(y))", "prod": "(E)(wraps(x) * wraps(y))", "max": "max_nan(x, y)",
+        "min": "min_nan(x, y)", "and": "x & y", "or": "x | y",
+    }.items()
+)  # fmt: skip
 
 _PAIRS = """u16v r;  // two in one register, as memory has them
   UNROLL(W) for (int l = 0; l < W; l += 2) {{ constexpr int n = W > 1;

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
 
-SCALARS = {"int32": "i32", "uint32": "u32", "int64": "i64", "int8": "i8", "uint8": "u8", "float32": "f32"}
-"""C++ types by element type, of those that are computed with or cast to integers."""
+SCALARS = {
+    "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
+    "float16": "u16", "bfloat16": "u16", "float8_e4m3fn": "u8",
+}  # fmt: skip
+"""The C++ types of scalars, and of memory (but for bool, which is a byte there), by element type."""
 INTEGERS = ("int32", "uint32", "int64", "int8", "uint8")
 
 

@@ -23,11 +23,23 @@ PHILOX = """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
   return x[word]; }"""
 
 
+EXTREMES = tuple(
+    (f"{name}_{kind}", sign, result) for name, sign in (("max", ">"), ("min", "<"))
+    for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))
+)  # fmt: skip
+"""(name, r is a where it is so to b, result)"""
+
+
 def _extreme(name: str, sign: str, result: str) -> Record:
     """Of a and b, with r = a if it is the more extreme, else b."""
     return Record(name, f"template <class T> static inline T {name}(T a, T b) {{\n"
                         f"  T r = a {sign} b ? a : b; return {result}; }}")  # fmt: skip
 
+
+_FMA = """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+static inline f32v fma_of(f32v a, f32v b, f32v c) {"""
+_SQRT = """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
+static inline f32v sqrt_of(f32v a) { f32v r;"""
 
 ARITHMETIC = (
     Record("splat", """static inline f32v splat(f32 x) { return x - f32v{}; }
@@ -35,21 +47,15 @@ static inline i32v splat(i32 x) { return i32v{} + x; }
 static inline u32v splat(u32 x) { return u32v{} + x; }
 static inline i64v splat(i64 x) { return i64v{} + x; }
 static inline i32v splat(bool x) { return i32v{} - (i32)x; }"""),
-    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-static inline f32v fma_of(f32v a, f32v b, f32v c) {
+    Record("fma_of", _FMA + """
   asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "vm"(c)); return a; }""", FMA | AVX512, 16),
-    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-static inline f32v fma_of(f32v a, f32v b, f32v c) {
+    Record("fma_of", _FMA + """
   asm("vfmadd213ps %2, %1, %0" : "+x"(a) : "x"(b), "xm"(c)); return a; }""", FMA, 8),
-    Record("fma_of", """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-static inline f32v fma_of(f32v a, f32v b, f32v c) {
+    Record("fma_of", _FMA + """
   f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }"""),
-    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
-static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX512, 16),
-    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
-static inline f32v sqrt_of(f32v a) { f32v r; asm("vsqrtps %1, %0" : "=x"(r) : "x"(a)); return r; }""", AVX, 8),
-    Record("sqrt_of", """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
-static inline f32v sqrt_of(f32v a) { f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
+    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX512, 16),
+    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=x"(r) : "x"(a)); return r; }""", AVX, 8),
+    Record("sqrt_of", _SQRT + """ for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
     Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
   f32v r; asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(a), "v"(n)); return r; }
 static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }""", AVX512, 16),
@@ -60,8 +66,7 @@ static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0
     Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
 static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
 template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
-    *(_extreme(f"{name}_{kind}", sign, result) for name, sign in (("max", ">"), ("min", "<"))
-      for kind, result in (("nan", "a != a ? a : r"), ("any", "b != b ? a : r"), ("of", "r"))),
+    *(_extreme(*one) for one in EXTREMES),
     Record("can_divide", """template <class T> static inline T can_divide(T b) {
   T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
   return traps ? one : b; }"""),
@@ -106,53 +111,34 @@ static inline u32v philox(i64v seed, i64v counter, i64v row, i64v word) {
 
 
 def _fold(name: str, step: str) -> Record:
-    text = f"""template <class V> static inline auto fold_{name}(V a) {{
+    return Record(f"fold_{name}", f"""template <class V> static inline auto fold_{name}(V a) {{
   for (int n = W / 2; n; n /= 2) {{ V b = __builtin_shuffle(a, (LANES + n) & (W - 1)); a = {step}; }}
-  return a[0]; }}"""
-    return Record(f"fold_{name}", text)
+  return a[0]; }}""")  # fmt: skip
 
 
-FOLDS = (
-    _fold("sum", "a + b"),
-    _fold("prod", "a * b"),
-    _fold("max", "max_nan(a, b)"),
-    _fold("min", "min_nan(a, b)"),
-    _fold("and", "a & b"),
-    _fold("or", "a | b"),
-)
+FOLDS = tuple(
+    _fold(name, step)
+    for name, step in {
+        "sum": "a + b", "prod": "a * b", "max": "max_nan(a, b)", "min": "min_nan(a, b)", "and": "a & b", "or": "a | b",
+    }.items()
+)  # fmt: skip
 
-_LOAD_SOME = {
-    4: ("vmovdqu32", "f32v i32v u32v"),
-    2: ("vmovdqu16", "u16v"),
-    1: ("vmovdqu8", "u8v i8v"),
-}
-
-
-def _masked(lanes: int) -> tuple[str, str]:
-    """load_some and store_some with mask registers."""
-    loads, stores = [], []
-    for instruction, types in _LOAD_SOME.values():
-        for v in types.split():
-            loads.append(
-                f"static inline void load_into({v}& r, const void* p, u32 m) {{\n"
-                f'  asm("{instruction} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}'
-            )
-            stores.append(
-                f"static inline void store_from({v} x, void* p, u32 m) {{\n"
-                f'  asm("{instruction} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}'
-            )
-    wide = """static inline void load_into(i64v& r, const void* p, u32 m) {
-  r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }"""
-    wide_store = """static inline void store_from(i64v x, void* p, u32 m) {
-  __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }"""
-    load = "template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {\n"
-    load += "  V r; load_into(r, p, (1u << n) - 1); return r; }"
-    store = "template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {\n"
-    store += "  store_from(x, p, (1u << n) - 1); }"
-    return "\n".join([*loads, wide, load]), "\n".join([*stores, wide_store, store])
-
-
-_LOADS_512, _STORES_512 = _masked(16)
+_MOVES = {"f32v": "vmovdqu32", "i32v": "vmovdqu32", "u32v": "vmovdqu32", "u16v": "vmovdqu16", "u8v": "vmovdqu8",
+          "i8v": "vmovdqu8"}  # fmt: skip
+_LOAD = """static inline void load_into({v}& r, const void* p, u32 m) {{
+  asm("{move} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}"""
+_STORE = """static inline void store_from({v} x, void* p, u32 m) {{
+  asm("{move} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}"""
+_WIDE_LOAD = """static inline void load_into(i64v& r, const void* p, u32 m) {
+  r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }
+template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {
+  V r; load_into(r, p, (1u << n) - 1); return r; }"""
+_WIDE_STORE = """static inline void store_from(i64v x, void* p, u32 m) {
+  __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }
+template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {
+  store_from(x, p, (1u << n) - 1); }"""
+_LOADS_512 = "\n".join([*(_LOAD.format(v=v, move=move) for v, move in _MOVES.items()), _WIDE_LOAD])
+_STORES_512 = "\n".join([*(_STORE.format(v=v, move=move) for v, move in _MOVES.items()), _WIDE_STORE])
 
 MEMORY = (
     Record("load", "template <class V, int A = 0, class E> static inline V load(const E* p) {\n"

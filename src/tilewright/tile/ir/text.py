@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
+from collections.abc import Mapping
+
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first
 
 
 def program_text(program: Program, *, lines: bool = False) -> str:
@@ -11,52 +13,32 @@ def program_text(program: Program, *, lines: bool = False) -> str:
     Args:
         lines: name the author's line of each node. Without them the text does not change with where a kernel lives.
     """
-    return _Printer(lines).program(program)
+    out: list[str] = []
+    numbers: dict[Node, int] = {}
+    for name, view in program.views.items():
+        sizes = ", ".join("?" if s is None else str(s) for s in view.sizes)
+        kind = "" if view.unit else " strided"
+        out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels} align={view.align}")
+    out += [f"scalar {name}: {dtype}" for name, dtype in program.scalars.items()]
+    out += sorted("inplace " + " ".join(sorted(pair)) for pair in program.inplace)
 
-
-class _Printer:
-    def __init__(self, lines: bool) -> None:
-        self.lines = lines
-        self.numbers: dict[Node, int] = {}
-        self.out: list[str] = []
-
-    def program(self, program: Program) -> str:
-        for name, view in program.views.items():
-            sizes = ", ".join("?" if s is None else str(s) for s in view.sizes)
-            kind = "" if view.unit else " strided"
-            self.out.append(f"view {name}: {view.dtype}[{sizes}]{kind} levels={view.levels} align={view.align}")
-        self.out += [f"scalar {name}: {dtype}" for name, dtype in program.scalars.items()]
-        self.out += sorted("inplace " + " ".join(sorted(pair)) for pair in program.inplace)
-        self.region(program.body, 0)
-        return "\n".join(self.out) + "\n"
-
-    def region(self, region: Region, depth: int) -> None:
-        for effect in region.effects:
-            self.node(effect, depth)
+    def region(one: Region, depth: int) -> None:
+        for effect in one.effects:
+            for node in operands_first(effect, numbers.__contains__):
+                numbers[node] = len(numbers)
+                out.append("  " * depth + _line(node, numbers) + (f"  # {node.line}" if lines else ""))
             if "body" in effect.attrs:
-                self.region(effect.attrs["body"], depth + 1)
+                region(effect.attrs["body"], depth + 1)
 
-    def node(self, node: Node, depth: int) -> None:
-        waiting = [node]
-        while waiting:  # without recursion: long chains are common
-            top = waiting[-1]
-            if top in self.numbers:
-                waiting.pop()
-                continue
-            missing = [a for a in (*top.args, *top.limits) if a not in self.numbers]
-            if missing:
-                waiting.extend(reversed(missing))
-                continue
-            waiting.pop()
-            self.numbers[top] = len(self.numbers)
-            self.out.append("  " * depth + self.one(top))
+    region(program.body, 0)
+    return "\n".join(out) + "\n"
 
-    def one(self, node: Node) -> str:
-        attrs = "".join(f" {k}={_plain(v)}" for k, v in node.attrs.items() if k != "body")
-        args = " ".join(f"%{self.numbers[a]}" for a in node.args)
-        where = f"  # {node.line}" if self.lines else ""
-        shape = ", ".join(f"%{self.numbers[a.limit]}<={a.most}" if isinstance(a, Dim) else str(a) for a in node.shape)
-        return f"%{self.numbers[node]} = {node.op}{attrs} {args} : {node.dtype}[{shape}]{where}"
+
+def _line(node: Node, numbers: Mapping[Node, int]) -> str:
+    attrs = "".join(f" {k}={_plain(v)}" for k, v in node.attrs.items() if k != "body")
+    args = " ".join(f"%{numbers[a]}" for a in node.args)
+    shape = ", ".join(f"%{numbers[a.limit]}<={a.most}" if isinstance(a, Dim) else str(a) for a in node.shape)
+    return f"%{numbers[node]} = {node.op}{attrs} {args} : {node.dtype}[{shape}]"
 
 
 def _plain(value: object) -> str:

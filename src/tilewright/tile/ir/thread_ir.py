@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tilewright.tile.dtypes import DType
+from tilewright.tile.dtypes import DType, int64
 from tilewright.tile.errors import Line
 from tilewright.tile.layout.linear import Layout
 
@@ -139,11 +139,20 @@ class For:
     unroll: bool = False
     any_step: bool = False
 
+    @property
+    def decides(self) -> tuple[Operand, ...]:
+        """What decides how often the body runs."""
+        return self.lo, self.hi, self.step
+
 
 @dataclass(frozen=True)
 class If:
     condition: Operand
     body: list[Statement]
+
+    @property
+    def decides(self) -> tuple[Operand, ...]:
+        return (self.condition,)
 
 
 Statement = Let | Declare | Assign | Load | Store | Print | Barrier | For | If
@@ -158,7 +167,7 @@ class Parameter:
     kind: str
     of: str
     axis: int = 0
-    dtype: DType | None = None
+    dtype: DType = int64
 
 
 @dataclass(frozen=True)
@@ -187,12 +196,11 @@ class Function:
     inplace: frozenset[frozenset[str]] = frozenset()
 
     def statements(self) -> Iterator[Statement]:
-        waiting = [iter(self.body)]
-        while waiting:
-            statement = next(waiting[-1], None)
-            if statement is None:
-                waiting.pop()
-                continue
-            yield statement
-            if isinstance(statement, (For, If)):
-                waiting.append(iter(statement.body))
+        return _statements(self.body)
+
+
+def _statements(body: list[Statement]) -> Iterator[Statement]:
+    for s in body:
+        yield s
+        if isinstance(s, (For, If)):
+            yield from _statements(s.body)

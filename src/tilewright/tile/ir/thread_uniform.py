@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilewright.tile.dtypes import DType
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Load, Operand, Statement
 
 WARP = 32
 SYMMETRIC = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
-"""f(a, b) is f(b, a); but see `_same_either_way`."""
+"""f(a, b) is f(b, a)."""
 
 
 class Uniform:
@@ -47,12 +46,10 @@ class Uniform:
                 self._join(s.name, self.bits(s.value) | under)
             elif isinstance(s, Load):
                 self._join(s.name, self.bits(s.index, s.stride, s.count, s.mask))
-            elif isinstance(s, If):
-                self._body(s.body, under | self.bits(s.condition))
-            elif isinstance(s, For):
-                bounds = self.bits(s.lo, s.hi, s.step)
-                self._join(s.var, bounds)
-                self._body(s.body, under | bounds)
+            elif isinstance(s, (If, For)):
+                if isinstance(s, For):
+                    self._join(s.var, self.bits(*s.decides))
+                self._body(s.body, under | self.bits(*s.decides))
 
     def _join(self, name: str, bits: int) -> None:
         self.names[name] = self.names.get(name, 0) | bits
@@ -61,7 +58,7 @@ class Uniform:
         bits = self.bits(*s.args)
         if s.op in ("and", "shr") and s.args[0] in self.tid and isinstance(s.args[1], int):
             return bits & s.args[1] if s.op == "and" else bits >> s.args[1] << s.args[1]
-        if s.op in SYMMETRIC and _same_either_way(s.op, s.type.dtype):
+        if s.op in SYMMETRIC and not (s.op in ("max", "min") and s.type.dtype.floating):  # the second of 0 and -0
             return bits & ~self._exchanged(*s.args)
         if s.op == "select":
             mask = self._exchanged(*s.args[1:])
@@ -84,8 +81,3 @@ class Uniform:
             return False
         bit = self.lets.get(str(test.args[0]))
         return bit is not None and bit.op == "and" and bit.args[0] in self.tid and bit.args[1] == mask
-
-
-def _same_either_way(op: str, dtype: DType) -> bool:
-    """Of 0 and -0 `max` and `min` take the second."""
-    return not (op in ("max", "min") and dtype.floating)

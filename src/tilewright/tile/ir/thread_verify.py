@@ -34,8 +34,8 @@ def verify(function: Function) -> None:
     if len(set(names)) != len(names):
         raise VerifyError(f"{function.name}: a parameter is named twice")
     memories = {p.name for p in function.parameters if p.kind == "pointer"} | {a.name for a in function.arrays}
-    scope = {p.name: Type(p.dtype) for p in function.parameters if p.kind != "pointer" and p.dtype is not None}
-    _Scope(scope, memories, frozenset(), set(names)).block(function.body)
+    scope = {p.name: Type(p.dtype) for p in function.parameters if p.kind != "pointer"}
+    _Scope(scope, memories, frozenset(), {}).block(function.body)
     if function.threads > 1:
         _threads(function)
 
@@ -57,10 +57,8 @@ def _together(function: Function, body: list[Statement], uniform: Uniform, under
     """A barrier or a shuffle is reached by all threads that take part in it, or by none. `under`: what bits of the
     thread's number decide whether one comes here."""
     for s in body:
-        if isinstance(s, If):
-            _together(function, s.body, uniform, under | uniform.bits(s.condition))
-        elif isinstance(s, For):
-            _together(function, s.body, uniform, under | uniform.bits(s.lo, s.hi, s.step))
+        if isinstance(s, (If, For)):
+            _together(function, s.body, uniform, under | uniform.bits(*s.decides))
         elif isinstance(s, Barrier) or (isinstance(s, Let) and s.op == "shuffle_xor"):
             name = f"a barrier of the {s.scope}" if isinstance(s, Barrier) else f"the shuffle {s.name}"
             block = isinstance(s, Barrier) and s.scope == "block"
@@ -73,13 +71,13 @@ def _together(function: Function, body: list[Statement], uniform: Uniform, under
 
 
 class _Scope:
+    """What a body may use: names with their types (and what its loops and outer bodies define), memories, `counters` of
+    unrolled loops, and `registers`, the variables with how many registers they are, 0 for a plain one."""
+
     def __init__(
-        self, known: dict[str, Type], memories: set[str], counters: frozenset[str], used: set[str],
-        registers: dict[str, int] | None = None,
-    ) -> None:  # fmt: skip
-        self.known, self.memories, self.counters, self.used = dict(known), memories, counters, used
-        self.registers = dict(registers or {})
-        self.mutable = {n for n in known if n in self.registers}
+        self, known: dict[str, Type], memories: set[str], counters: frozenset[str], registers: dict[str, int]
+    ) -> None:
+        self.known, self.memories, self.counters, self.registers = dict(known), memories, counters, dict(registers)
 
     def block(self, body: list[Statement]) -> None:
         for statement in body:
@@ -92,8 +90,8 @@ class _Scope:
                 self.use(arg, self.expected(s, i, wanted), s.line)
             self.define(s.name, s.type, s.line)
         elif isinstance(s, Declare):
-            self.use(s.value, Type(s.type.dtype) if s.count else s.type, None)
-            self.define(s.name, s.type, None)
+            self.use(s.value, Type(s.type.dtype) if s.count else s.type)
+            self.define(s.name, s.type)
             self.registers[s.name] = s.count
         elif isinstance(s, Assign):
             if s.name not in self.registers or self.known[s.name] != s.type:
@@ -101,28 +99,26 @@ class _Scope:
             if (s.index is not None) != bool(self.registers[s.name]):
                 raise VerifyError(f"{s.name} is assigned as what it is not")
             self.constant_index(s.index)
-            self.use(s.value, s.type, None)
+            self.use(s.value, s.type)
         elif isinstance(s, (Load, Store)):
             self.access(s)
         elif isinstance(s, If):
-            self.use(s.condition, None, None)
+            self.use(s.condition)
             self.inner(self.counters).block(s.body)
         elif isinstance(s, Print):
             self.use(s.value, s.type, s.line)
             for operand in (*s.place, s.count):
-                if operand is not None:
-                    self.use(operand, None, s.line)
+                self.use(operand, None, s.line)
         elif isinstance(s, Barrier):
             if s.scope not in ("warp", "block"):
                 raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")
         else:
-            for bound in (s.lo, s.hi, s.step):
-                self.use(bound, None, None)
-            if s.unroll and not all(isinstance(b, int) for b in (s.lo, s.hi, s.step)):
+            for bound in s.decides:
+                self.use(bound)
+            if s.unroll and not all(isinstance(b, int) for b in s.decides):
                 raise VerifyError(f"the unrolled loop over {s.var} has bounds that are not constant")
-            counters = self.counters | {s.var} if s.unroll else self.counters
-            inside = self.inner(counters)
-            inside.define(s.var, None, None)
+            inside = self.inner(self.counters | {s.var} if s.unroll else self.counters)
+            inside.define(s.var, Type(int64))
             inside.block(s.body)
 
     def expected(self, s: Let, i: int, wanted: Type) -> Type | None:
@@ -130,31 +126,25 @@ class _Scope:
             if i == 1:
                 self.constant_index(s.args[1])
             return None
-        if s.op == "select" and i == 0:
-            return None  # a mask, or one bool
-        if s.op == "shuffle_xor" and i == 1:
-            return None  # a mask
-        if s.op in ("splat", "iota", "below", "fold", "cast", "bits"):
+        if (s.op, i) in (("select", 0), ("shuffle_xor", 1)):  # a mask, or one bool
             return None
-        return wanted
+        return None if s.op in ("splat", "iota", "below", "fold", "cast", "bits") else wanted
 
     def inner(self, counters: frozenset[str]) -> _Scope:
-        return _Scope(self.known, self.memories, counters, self.used, self.registers)
+        return _Scope(self.known, self.memories, counters, self.registers)
 
-    def define(self, name: str, type: Type | None, line: Line | None) -> None:
+    def define(self, name: str, type: Type, line: Line | None = None) -> None:
         if name in self.known:
             raise VerifyError(f"{name} is defined twice", line)
-        self.used.add(name)
-        self.known[name] = type if type is not None else _COUNTER
+        self.known[name] = type
 
-    def use(self, operand: Operand, type: Type | None, line: Line | None) -> None:
+    def use(self, operand: Operand | None, type: Type | None = None, line: Line | None = None) -> None:
         if not isinstance(operand, str):
             return
         if operand not in self.known:
             raise VerifyError(f"{operand} is used before it is defined", line)
-        found = self.known[operand]
-        if type is not None and found != type:
-            raise VerifyError(f"{operand} is {found}, where {type} is wanted", line)
+        if type is not None and self.known[operand] != type:
+            raise VerifyError(f"{operand} is {self.known[operand]}, where {type} is wanted", line)
 
     def constant_index(self, index: Operand | None) -> None:
         if isinstance(index, str) and index not in self.counters:
@@ -163,10 +153,8 @@ class _Scope:
     def access(self, s: Load | Store) -> None:
         if s.memory not in self.memories:
             raise VerifyError(f"no memory {s.memory}", s.line)
-        self.use(s.index, None, s.line)
-        for operand in (s.stride, s.count, s.mask):
-            if operand is not None:
-                self.use(operand, None, s.line)
+        for operand in (s.index, s.stride, s.count, s.mask):
+            self.use(operand, None, s.line)
         if s.count is not None and (s.type.lanes == 1 or s.mask is not None):
             raise VerifyError(f"an access to {s.memory} has a count and is a scalar or has a mask", s.line)
         size = s.type.lanes * s.type.dtype.itemsize
@@ -176,6 +164,3 @@ class _Scope:
             self.define(s.name, s.type, s.line)
         else:
             self.use(s.value, s.type, s.line)
-
-
-_COUNTER = Type(int64)

@@ -7,7 +7,8 @@ mean in `oracle.interpreter`, which rules they keep in `tile_verify`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,18 +111,20 @@ class Region:
     closed: str = ""
     """Why its values may not be used any more; "" while they may."""
 
+    def all_effects(self) -> Iterator[Node]:
+        """Its effects, those of inner regions after the effect that holds them."""
+        for effect in self.effects:
+            yield effect
+            if "body" in effect.attrs:
+                yield from effect.attrs["body"].all_effects()
+
     @property
     def depth(self) -> int:
         return 0 if self.parent is None else self.parent.depth + 1
 
     def within(self, other: Region) -> bool:
         """Whether this is `other` or lies inside it."""
-        here: Region | None = self
-        while here is not None:
-            if here is other:
-                return True
-            here = here.parent
-        return False
+        return self is other or (self.parent is not None and self.parent.within(other))
 
 
 @dataclass(eq=False, repr=False)
@@ -137,16 +140,8 @@ class Program:
     """Pairs of views that may be the same memory, element for element."""
 
     def effects(self) -> Iterator[Node]:
-        """Every effect, in program order, those of inner regions after the effect that holds them."""
-        waiting = [iter(self.body.effects)]
-        while waiting:
-            effect = next(waiting[-1], None)
-            if effect is None:
-                waiting.pop()
-                continue
-            yield effect
-            if "body" in effect.attrs:
-                waiting.append(iter(effect.attrs["body"].effects))
+        """Every effect, in program order."""
+        return self.body.all_effects()
 
     def written(self) -> set[str]:
         return {e.attrs["view"] for e in self.effects() if e.op == "store"}
@@ -161,15 +156,35 @@ def static_size(axis: Axis) -> int:
     return axis.most if isinstance(axis, Dim) else axis
 
 
-def broadcast_shapes(a: Shape, b: Shape) -> Shape | None:
+def elements(shape: Shape) -> int:
+    """The number of elements of a tile at most."""
+    return math.prod(map(static_size, shape))
+
+
+def operands_first(root: Node, known: Callable[[Node], bool]) -> Iterator[Node]:
+    """What a node needs that is not known, operands before what uses them, and the node itself. Each must be known
+    before the next is asked for. Without recursion: long chains are common."""
+    waiting = [root]
+    while waiting:
+        top = waiting[-1]
+        missing = [] if known(top) else [a for a in (*top.args, *top.limits) if not known(a)]
+        if missing:
+            waiting.extend(reversed(missing))
+            continue
+        waiting.pop()
+        if not known(top):
+            yield top
+
+
+def broadcast_shapes(*shapes: Shape) -> Shape | None:
     """The shape of an elementwise result, as numpy has it; None where the shapes do not agree."""
-    rank = max(len(a), len(b))
-    left, right = (1,) * (rank - len(a)) + a, (1,) * (rank - len(b)) + b
+    rank = max(map(len, shapes), default=0)
     found: list[Axis] = []
-    for one, other in zip(left, right, strict=True):
-        if one != other and 1 not in (one, other):
+    for axes in zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True):
+        wide = [a for a in dict.fromkeys(axes) if a != 1]
+        if len(wide) > 1:
             return None
-        found.append(other if one == 1 else one)
+        found.append(wide[0] if wide else 1)
     return tuple(found)
 
 

@@ -17,8 +17,9 @@ from tilewright.tile.ir.tile_ir import (
     Node,
     Program,
     broadcast_shapes,
+    elements,
+    operands_first,
     result_dtype,
-    static_size,
 )
 
 
@@ -35,17 +36,9 @@ def reachable(program: Program) -> Iterator[Node]:
     """Every node that an effect needs, operands first."""
     seen: set[Node] = set()
     for effect in program.effects():
-        waiting = [effect]
-        while waiting:
-            top = waiting[-1]
-            missing = [] if top in seen else [a for a in (*top.args, *top.limits) if a not in seen]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            if top not in seen:
-                seen.add(top)
-                yield top
+        for node in operands_first(effect, seen.__contains__):
+            seen.add(node)
+            yield node
 
 
 def known_op(program: Program, node: Node) -> str:
@@ -54,15 +47,13 @@ def known_op(program: Program, node: Node) -> str:
 
 def shapes_agree(program: Program, node: Node) -> str:
     if node.op in ("binary", "where", "fma", "unary", "cast", "bitcast", "random"):
-        shape = broadcast_shapes((), ())
-        for arg in node.args:
-            shape = broadcast_shapes(shape, arg.shape) if shape is not None else None
+        shape = broadcast_shapes(*(a.shape for a in node.args))
         if shape != node.shape:
             return f"operands of shapes {[a.shape for a in node.args]} give {shape}, not {node.shape}"
     if node.op == "reshape":
         if any(isinstance(a, Dim) for a in (*node.shape, *node.args[0].shape)):
             return "regroups an axis of run-time size"
-        if _elements(node) != _elements(node.args[0]):
+        if elements(node.shape) != elements(node.args[0].shape):
             return "another number of elements"
     return ""
 
@@ -142,10 +133,3 @@ def sets_match(program: Program, node: Node) -> str:
 RULES: tuple[Callable[[Program, Node], str], ...] = (
     known_op, shapes_agree, dtypes_agree, kinds_exist, regions_hold, bounds_are_scalars, index_has_rank, sets_match,
 )  # fmt: skip
-
-
-def _elements(node: Node) -> int:
-    count = 1
-    for axis in node.shape:
-        count *= static_size(axis)
-    return count

@@ -9,8 +9,8 @@ from typing import Any
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
-from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Shape, broadcast_shapes, shape_text, static_size
-from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, pair, unary
+from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Node, broadcast_shapes, shape_text, static_size
+from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, made, pair, unary, widened
 from tilewright.tile.lang.trace import Recorder
 
 
@@ -41,9 +41,9 @@ class Functions:
                 raise TraceError(
                     "arange takes an int or a view's size; for another count say arange(most, limit=count)"
                 )
-            most = self._most(n)
+            view, axis = n.node.attrs["view"], n.node.attrs["axis"]
+            most = View(self._t, view, self._t.views[view]).most(axis)
             if most is None:
-                view, axis = n.node.attrs["view"], n.node.attrs["axis"]
                 raise TraceError(
                     f"{view}.shape[{axis}] is only known at run time: list it in static={{{view!r}: ({axis},)}}, or "
                     f"say arange(most, limit={view}.shape[{axis}])"
@@ -62,46 +62,43 @@ class Functions:
     def _arange(self, axis: Axis) -> Tile:
         return Tile(self._t, self._t.add("arange", shape=(axis,)))
 
-    def _most(self, size: Tile) -> int | None:
-        attrs = size.node.attrs
-        return View(self._t, attrs["view"], self._t.views[attrs["view"]]).most(attrs["axis"])
-
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def load(self, place: Place, mask: Any = None, other: Any = 0) -> Tile:
         """The elements at a place, in the view's dtype. Where the mask is false memory is not touched and the value is
         `other`, a Python number."""
-        if not isinstance(place, Place):
-            raise TraceError("t.load takes a place, as x[row, col]")
+        view = self._view("load", place)
         if isinstance(other, Tile):
             raise TraceError("`other` is a Python number; use t.where for more")
-        args, shape = self._masked(place, mask)
-        view = place.view
-        made = self._t.effect("load", args, shape=shape, dtype=view.dtype, view=view.name, masked=mask is not None,
-                              other=other)  # fmt: skip
-        return Tile(self._t, made)
+        attrs = {"view": view.name, "masked": mask is not None, "other": other}
+        node = self._t.effect("load", self._masked(place, mask), shape=place.shape, dtype=view.dtype, **attrs)
+        return Tile(self._t, node)
 
     def store(self, place: Place, value: Any, mask: Any = None) -> None:
         """Write a tile of the view's dtype; it broadcasts over the place."""
-        if not isinstance(place, Place):
-            raise TraceError("t.store takes a place, as x[row, col]")
-        made = lift(self._t, value, place.view.dtype)
-        if made.dtype != place.view.dtype:
-            raise TraceError(f"{place.view.name} is {place.view.dtype}, the value {made.dtype}: round it with .to()")
-        args, shape = self._masked(place, mask)
-        if broadcast_shapes(made.shape, shape) != shape:
-            raise TraceError(f"a value of shape {shape_text(made.shape)} for a place of shape {shape_text(shape)}")
-        self._t.effect("store", (*args, made.node), shape=shape, dtype=place.view.dtype, view=place.view.name,
-                       masked=mask is not None)  # fmt: skip
+        view, shape = self._view("store", place), place.shape
+        new = lift(self._t, value, view.dtype)
+        if new.dtype != view.dtype:
+            raise TraceError(f"{view.name} is {view.dtype}, the value {new.dtype}: round it with .to()")
+        args = (*self._masked(place, mask), new.node)
+        if broadcast_shapes(new.shape, shape) != shape:
+            raise TraceError(f"a value of shape {shape_text(new.shape)} for a place of shape {shape_text(shape)}")
+        self._t.effect("store", args, shape=shape, dtype=view.dtype, view=view.name, masked=mask is not None)
 
-    def _masked(self, place: Place, mask: Any) -> tuple[tuple[Any, ...], Shape]:
+    def _view(self, function: str, place: Place) -> View:
+        if not isinstance(place, Place):
+            raise TraceError(f"t.{function} takes a place, as x[row, col]")
+        return place.view
+
+    def _masked(self, place: Place, mask: Any) -> tuple[Node, ...]:
+        """The operands of an access: indices, and the mask."""
         args = tuple(i.node for i in place.index)
         if mask is None:
-            return args, place.shape
+            return args
         tile = lift(self._t, mask, dtypes.boolean)
         if tile.dtype != dtypes.boolean or broadcast_shapes(tile.shape, place.shape) != place.shape:
             raise TraceError(f"the mask is {tile.dtype}{shape_text(tile.shape)} for {shape_text(place.shape)}")
-        return (*args, tile.node), place.shape
+        return (*args, tile.node)
 
     # Elements -------------------------------------------------------------------------------------------------------
 
@@ -110,23 +107,19 @@ class Functions:
         if not isinstance(a, Tile) and not isinstance(b, Tile):
             a = lift(self._t, float(a) if isinstance(b, float) else a)
         left, right = pair(a, b)
-        shape = broadcast_shapes(left.shape, right.shape)
-        shape = None if shape is None else broadcast_shapes(shape, test.shape)
+        shape = broadcast_shapes(left.shape, right.shape, test.shape)
         if test.dtype != dtypes.boolean or shape is None:
             raise TraceError(f"where: a condition {test!r} for {left!r} and {right!r}")
-        nodes = (test.node, left.node, right.node)
-        return Tile(self._t, self._t.add("where", nodes, shape=shape, dtype=left.dtype))
+        return made("where", test, left, right, shape=shape, dtype=left.dtype)
 
     def fma(self, a: Any, b: Any, c: Any) -> Tile:
         """a * b + c with one rounding, in float32."""
         left, right = pair(a, b)
         _, third = pair(left, c)
-        shape = broadcast_shapes(left.shape, right.shape)
-        shape = None if shape is None else broadcast_shapes(shape, third.shape)
+        shape = broadcast_shapes(left.shape, right.shape, third.shape)
         if left.dtype != dtypes.float32 or shape is None:
             raise TraceError("fma takes float32 tiles of shapes that broadcast")
-        nodes = (left.node, right.node, third.node)
-        return Tile(self._t, self._t.add("fma", nodes, shape=shape, dtype=dtypes.float32))
+        return made("fma", left, right, third, shape=shape, dtype=dtypes.float32)
 
     def maximum(self, a: Any, b: Any, nan: str = "propagate") -> Tile:
         return binary("max", a, b, nan=_nan(nan))
@@ -180,9 +173,7 @@ class Functions:
 
     def full(self, shape: tuple[Any, ...], value: Any, dtype: DType = dtypes.float32) -> Tile:
         scalar = lift(self._t, value, dtype)
-        axes = (-1,) * len(shape)
-        made = self._t.add("broadcast", (scalar.node,), shape=tuple(shape), dtype=scalar.dtype, axes=axes)
-        return Tile(self._t, made)
+        return made("broadcast", scalar, shape=tuple(shape), dtype=scalar.dtype, axes=(-1,) * len(shape))
 
     def random(self, seed: Any, counter: Any, row: Any, word: Any) -> Tile:
         """One of the four words of Philox4x32-10 (Salmon et al., 2011) as uint32.
@@ -192,13 +183,10 @@ class Functions:
             word: int64, which of the four words, 0 to 3.
         """
         tiles = [lift(self._t, v, dtypes.int64).i64() for v in (seed, counter, row, word)]
-        shape: Shape | None = ()
-        for tile in tiles:
-            shape = broadcast_shapes(shape, tile.shape) if shape is not None else None
+        shape = broadcast_shapes(*(x.shape for x in tiles))
         if shape is None:
             raise TraceError("the arguments of t.random do not broadcast")
-        made = self._t.add("random", tuple(x.node for x in tiles), shape=shape, dtype=dtypes.uint32)
-        return Tile(self._t, made)
+        return made("random", *tiles, shape=shape, dtype=dtypes.uint32)
 
     # Across elements ------------------------------------------------------------------------------------------------
 
@@ -213,12 +201,11 @@ class Functions:
             raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(COMBINES))}")
         if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
             raise TraceError(f"{combine} is not defined on {x.dtype}")
-        if x.dtype != dtypes.boolean and not x.dtype.computes:
-            raise TraceError(f"{x.dtype} is storage: widen it first, {'.f32()' if x.dtype.floating else '.i32()'}")
+        if x.dtype != dtypes.boolean:
+            widened(x.dtype)
         number, _ = axis_of(x, axis)
         rest = tuple(1 if i == number else a for i, a in enumerate(x.shape) if keep or i != number)
-        made = self._t.add("reduce", (x.node,), shape=rest, dtype=x.dtype, combine=combine, axis=number, keep=keep)
-        return Tile(self._t, made)
+        return made("reduce", x, shape=rest, dtype=x.dtype, combine=combine, axis=number, keep=keep)
 
     def sum(self, x: Tile, axis: int = -1, keep: bool = False) -> Tile:
         return self.reduce(x, "sum", axis, keep)
@@ -242,8 +229,8 @@ class Functions:
 
     def var(self, value: Any) -> Var:
         """A cell with a first value."""
-        made = lift(self._t, value)
-        return Var(self._t, self._t.effect("var", (made.node,), shape=made.shape, dtype=made.dtype))
+        first = lift(self._t, value)
+        return Var(self._t, self._t.effect("var", (first.node,), shape=first.shape, dtype=first.dtype))
 
     def range(self, lo: Any, hi: Any = None, step: Any = 1) -> Iterator[Tile]:
         """A loop over int64 indices. The body is traced twice, so Python side effects happen twice. With a step below 1
@@ -261,19 +248,21 @@ class Functions:
     @contextmanager
     def when(self, condition: Any) -> Iterator[None]:
         """Effects that happen only where a scalar condition holds."""
-        test = lift(self._t, condition, dtypes.boolean)
-        if test.shape or test.dtype != dtypes.boolean:
-            raise TraceError("t.when takes a bool scalar; for tiles mask the store, or use t.where")
+        test = self._condition(condition, "t.when takes a bool scalar; for tiles mask the store, or use t.where")
         with self._t.inside("when") as region:
             yield
-        self._t.effect("when", (test.node,), body=region)
+        self._t.effect("when", (test,), body=region)
 
     def check(self, condition: Any, text: str) -> None:
         """In a checked run, an error with this text unless a scalar condition holds. Compiled code does not test it."""
+        test = self._condition(condition, "t.check takes a bool scalar")
+        self._t.effect("check", (test,), text=text)
+
+    def _condition(self, condition: Any, problem: str) -> Node:
         test = lift(self._t, condition, dtypes.boolean)
         if test.shape or test.dtype != dtypes.boolean:
-            raise TraceError("t.check takes a bool scalar")
-        self._t.effect("check", (test.node,), text=text)
+            raise TraceError(problem)
+        return test.node
 
     def print(self, text: str, value: Any) -> None:
         """A line for each element of a tile, or one for a scalar, in the program's order: the instance, the text, the

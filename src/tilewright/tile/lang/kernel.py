@@ -75,14 +75,14 @@ class Kernel:
     inplace: frozenset[frozenset[str]] = frozenset()
     fragments: Mapping[str, Fragment | None] = field(default_factory=dict)
 
-    on: ClassVar[Callable[[Kernel, tuple[int, ...]], Callable[..., None]] | None] = None
-    """What makes `kernel[grid]`; set by the runtime, which lies above."""
+    on: ClassVar[Callable[..., None] | None] = None
+    """What runs a kernel on a grid with arguments; set by the runtime, which lies above."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """The kernel on a grid of instances, to be called with its arguments."""
         if Kernel.on is None:
             raise TypeError("no runtime is loaded: import tilewright.tile")
-        return Kernel.on(self, grid)
+        return functools.partial(Kernel.on, self, grid)
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
         """Refused: a kernel is no function of tensors."""
@@ -95,24 +95,18 @@ class Kernel:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Those that are arguments: neither `t` nor fragments."""
-        found = list(inspect.signature(self.function).parameters.values())[1:]
-        return {p.name: p for p in found if not self._is_fragment(p)}
-
-    def _is_fragment(self, p: inspect.Parameter) -> bool:
-        return p.name in self.fragments or isinstance(p.default, Fragment)
+        return {n: p for n, p in self._after_t().items() if n not in self._pieces()}
 
     def bind(self, **fragments: Fragment | None) -> Kernel:
         """The kernel with these fragments in place of its defaults."""
-        known = inspect.signature(self.function).parameters
-        unknown = [n for n in fragments if n not in known]
+        unknown = [n for n in fragments if n not in inspect.signature(self.function).parameters]
         if unknown:
             raise TypeError(f"{self.name} has no parameter {unknown[0]}")
-        return Kernel(self.function, self.static, self.inplace, {**self.fragments, **fragments})
+        return replace(self, fragments={**self.fragments, **fragments})
 
     def aliased(self, *pairs: Iterable[str]) -> Kernel:
         """The kernel for calls where these pairs of views are the same memory."""
-        made = frozenset(frozenset(p) for p in pairs)
-        return Kernel(self.function, self.static, self.inplace | made, self.fragments)
+        return replace(self, inplace=self.inplace | set(map(frozenset, pairs)))
 
     def bound(self) -> dict[str, Any]:
         """The arguments that fragments bring, by their name in the kernel."""
@@ -123,14 +117,16 @@ class Kernel:
             for name, value in piece.arguments().items()
         }
 
+    def _after_t(self) -> dict[str, inspect.Parameter]:
+        return dict(list(inspect.signature(self.function).parameters.items())[1:])
+
     def _pieces(self) -> dict[str, Fragment | None]:
-        found: dict[str, Fragment | None] = {}
-        for p in list(inspect.signature(self.function).parameters.values())[1:]:
-            if p.name in self.fragments:
-                found[p.name] = self.fragments[p.name]
-            elif isinstance(p.default, Fragment):
-                found[p.name] = p.default
-        return found
+        """What each fragment's place holds."""
+        return {
+            n: self.fragments.get(n, p.default)
+            for n, p in self._after_t().items()
+            if n in self.fragments or isinstance(p.default, Fragment)
+        }
 
     def trace(self, arguments: Mapping[str, Argument]) -> Program:
         """The program for arguments of these types, verified.
@@ -149,14 +145,9 @@ class Kernel:
         if wrong:
             raise TileError(f"{self.name}: scalars are float32 or int64; {wrong[0]}")
         recorder = Recorder(self.name, views, scalars)
-        handles: dict[str, Any] = {}
-        for name, value in allowed.items():
-            if isinstance(value, ViewType):
-                handles[name] = View(recorder, name, value)
-            elif isinstance(value, DType):
-                handles[name] = Tile(recorder, recorder.add("argument", dtype=value, name=name))
-            else:
-                handles[name] = value
+        handles: dict[str, Any] = dict(allowed)
+        handles |= {n: View(recorder, n, v) for n, v in views.items()}
+        handles |= {n: Tile(recorder, recorder.add("argument", dtype=v, name=n)) for n, v in scalars.items()}
         own = {n: handles.pop(n) for n in self.parameters if n in handles}
         missing = [n for n, p in self.parameters.items() if n not in own and p.default is p.empty]
         if missing:

@@ -6,6 +6,7 @@ The functions of `t` are in `functions`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,15 +24,23 @@ from tilewright.tile.ir.tile_ir import (
     Shape,
     ViewType,
     broadcast_shapes,
+    elements,
     result_dtype,
     shape_text,
-    static_size,
 )
 from tilewright.tile.lang.trace import Recorder
 
-Number = int | float | bool
-Operand = "Tile | Number"
 ROUNDINGS = ("nearest_even", "toward_zero")
+
+
+def _operator(kind: str) -> Callable[[Tile, Any], Tile]:
+    """A Python operator, as a method of the tile on its left."""
+    return lambda self, other: binary(kind, self, other)
+
+
+def _reflected(kind: str) -> Callable[[Tile, Any], Tile]:
+    """The same of the tile on its right."""
+    return lambda self, other: binary(kind, other, self)
 
 
 class Tile:
@@ -57,68 +66,15 @@ class Tile:
 
     # Arithmetic ---------------------------------------------------------------------------------------------------
 
-    def __add__(self, other: Any) -> Tile:
-        return binary("add", self, other)
-
-    def __radd__(self, other: Any) -> Tile:
-        return binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Tile:
-        return binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Tile:
-        return binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Tile:
-        return binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Tile:
-        return binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Tile:
-        return binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Tile:
-        return binary("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Tile:
-        return binary("floordiv", self, other)
-
-    def __mod__(self, other: Any) -> Tile:
-        return binary("mod", self, other)
-
-    def __and__(self, other: Any) -> Tile:
-        return binary("and", self, other)
-
-    def __or__(self, other: Any) -> Tile:
-        return binary("or", self, other)
-
-    def __xor__(self, other: Any) -> Tile:
-        return binary("xor", self, other)
-
-    def __lshift__(self, other: Any) -> Tile:
-        return binary("shl", self, other)
-
-    def __rshift__(self, other: Any) -> Tile:
-        return binary("shr", self, other)
-
-    def __lt__(self, other: Any) -> Tile:
-        return binary("lt", self, other)
-
-    def __le__(self, other: Any) -> Tile:
-        return binary("le", self, other)
-
-    def __gt__(self, other: Any) -> Tile:
-        return binary("gt", self, other)
-
-    def __ge__(self, other: Any) -> Tile:
-        return binary("ge", self, other)
-
-    def __eq__(self, other: Any) -> Tile:  # type: ignore[override]
-        return binary("eq", self, other)
-
-    def __ne__(self, other: Any) -> Tile:  # type: ignore[override]
-        return binary("ne", self, other)
+    __add__, __radd__ = _operator("add"), _reflected("add")
+    __sub__, __rsub__ = _operator("sub"), _reflected("sub")
+    __mul__, __rmul__ = _operator("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _operator("div"), _reflected("div")
+    __floordiv__, __mod__ = _operator("floordiv"), _operator("mod")
+    __and__, __or__, __xor__ = _operator("and"), _operator("or"), _operator("xor")
+    __lshift__, __rshift__ = _operator("shl"), _operator("shr")
+    __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")  # type: ignore[assignment]
 
     def __neg__(self) -> Tile:
         return unary("neg", self)
@@ -137,16 +93,15 @@ class Tile:
         counter = iter(range(len(self.shape)))
         axes = tuple(-1 if p is None else next(counter) for p in parts)
         shape = tuple(1 if a < 0 else self.shape[a] for a in axes)
-        return Tile(self._t, self._t.add("broadcast", (self.node,), shape=shape, dtype=self.dtype, axes=axes))
+        return made("broadcast", self, shape=shape, dtype=self.dtype, axes=axes)
 
     def reshape(self, *shape: int) -> Tile:
         """The same elements in the same order under another shape."""
         if any(isinstance(a, Dim) for a in self.shape):
             raise TraceError("reshape would regroup an axis of run-time size: load the tile in its final shape")
-        sizes = [static_size(a) for a in self.shape]
-        if _product(sizes) != _product(shape):
+        if elements(self.shape) != elements(shape):
             raise TraceError(f"{shape_text(self.shape)} does not reshape to {shape_text(shape)}")
-        return Tile(self._t, self._t.add("reshape", (self.node,), shape=tuple(shape), dtype=self.dtype))
+        return made("reshape", self, shape=tuple(shape), dtype=self.dtype)
 
     def to(self, dtype: DType, round: str = "", saturate: bool = False) -> Tile:
         """A cast. Floating types round to nearest even.
@@ -171,9 +126,7 @@ class Tile:
             return self.to(dtypes.float32).to(dtype, saturate=saturate)
         if mine.kind != "b" and dtype == dtypes.boolean:
             raise TraceError("compare with 0 instead of casting to bool")
-        kind = round or "nearest_even"
-        made = self._t.add("cast", (self.node,), shape=self.shape, dtype=dtype, round=kind, saturate=saturate)
-        return Tile(self._t, made)
+        return made("cast", self, shape=self.shape, dtype=dtype, round=round or "nearest_even", saturate=saturate)
 
     def f32(self) -> Tile:
         return self.to(dtypes.float32)
@@ -188,7 +141,7 @@ class Tile:
         """The same bits as another dtype of the same size."""
         if dtype.itemsize != self.dtype.itemsize or not (dtype.computes and self.dtype.computes):
             raise TraceError(f"the bits of {self.dtype} are no {dtype}")
-        return Tile(self._t, self._t.add("bitcast", (self.node,), shape=self.shape, dtype=dtype))
+        return made("bitcast", self, shape=self.shape, dtype=dtype)
 
     # What Python would do behind the author's back ------------------------------------------------------------------
 
@@ -248,13 +201,10 @@ class Place:
         if len(index) != view.type.rank:
             raise TraceError(f"{view.name} has {view.type.rank} axes; {len(index)} indices")
         self.index = tuple(self._one(view._t, i) for i in index)
-        shape: Shape | None = ()
-        for tile in self.index:
-            shape = broadcast_shapes(shape, tile.shape) if shape is not None else None
+        shape = broadcast_shapes(*(i.shape for i in self.index))
         if shape is None:
-            raise TraceError(
-                f"the indices of {view.name} do not broadcast: {[shape_text(i.shape) for i in self.index]}"
-            )
+            shapes = [shape_text(i.shape) for i in self.index]
+            raise TraceError(f"the indices of {view.name} do not broadcast: {shapes}")
         self.shape: Shape = shape
 
     @staticmethod
@@ -280,14 +230,20 @@ class Var:
 
     def set(self, value: Any) -> None:
         n = self.node
-        made = lift(self._t, value, n.dtype)
-        if made.dtype != n.dtype or broadcast_shapes(made.shape, n.shape) != n.shape:
-            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{made.dtype}{shape_text(made.shape)}"
+        new = lift(self._t, value, n.dtype)
+        if new.dtype != n.dtype or broadcast_shapes(new.shape, n.shape) != n.shape:
+            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{new.dtype}{shape_text(new.shape)}"
             raise TraceError(f"the variable holds {mine}, the value is {theirs}")
-        self._t.effect("set", (made.node,), shape=n.shape, dtype=n.dtype, var=n.id)
+        self._t.effect("set", (new.node,), shape=n.shape, dtype=n.dtype, var=n.id)
 
 
 # Recording ------------------------------------------------------------------------------------------------------------
+
+
+def made(op: str, *tiles: Tile, shape: Shape, dtype: DType, **attrs: Any) -> Tile:
+    """What a pure operation makes of tiles."""
+    t = tiles[0]._t
+    return Tile(t, t.add(op, tuple(x.node for x in tiles), shape=shape, dtype=dtype, **attrs))
 
 
 def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
@@ -309,6 +265,13 @@ def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
     raise TraceError(f"{value!r} ({type(value).__name__}) is neither a tile nor a number")
 
 
+def widened(dtype: DType) -> DType:
+    """The dtype, if arithmetic is defined on it."""
+    if not dtype.computes:
+        raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
+    return dtype
+
+
 def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
     """Both operands as tiles of one dtype."""
     known = a if isinstance(a, Tile) else b
@@ -318,7 +281,7 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
     if left.dtype != right.dtype:
         storage = next((d for d in (left.dtype, right.dtype) if not d.computes and d != dtypes.boolean), None)
         if storage is not None:
-            raise TraceError(f"{storage} is storage: widen it first, {'.f32()' if storage.floating else '.i32()'}")
+            widened(storage)
         raise TraceError(f"{left.dtype} meets {right.dtype}: cast one with .f32(), .i32(), .i64() or .to()")
     return left, right
 
@@ -328,9 +291,7 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     dtype = left.dtype
     if dtype == dtypes.boolean:
         allowed = kind in ("and", "or", "xor", "eq", "ne")
-    elif not dtype.computes:
-        raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
-    elif dtype.floating:
+    elif widened(dtype).floating:
         allowed = kind in COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
     else:
         allowed = kind != "div" and (kind != "mulhi" or dtype == dtypes.uint32)
@@ -345,9 +306,7 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
         right = Tile(left._t, left._t.const(value, dtype))
     if shape is None:
         raise TraceError(f"shapes {shape_text(left.shape)} and {shape_text(right.shape)} do not broadcast")
-    t = left._t
-    made = t.add("binary", (left.node, right.node), shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
-    return Tile(t, made)
+    return made("binary", left, right, shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
 
 
 def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
@@ -357,19 +316,10 @@ def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     if dtype == dtypes.boolean or kind == "not":
         if kind != "not" or dtype != dtypes.boolean:
             raise TraceError(f"{kind} is not defined on {dtype}")
-    elif not dtype.computes:
-        raise TraceError(f"{dtype} is storage: widen it first, {'.f32()' if dtype.floating else '.i32()'}")
-    elif dtype.integer and kind not in ("neg", "abs"):
+    elif widened(dtype).integer and kind not in ("neg", "abs"):
         raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
     said = {"accuracy": accuracy} if accuracy != "exact" else {}
-    return Tile(x._t, x._t.add("unary", (x.node,), shape=x.shape, dtype=dtype, kind=kind, **said))
-
-
-def _product(sizes: Any) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return made("unary", x, shape=x.shape, dtype=dtype, kind=kind, **said)
 
 
 def axis_of(tile: Tile, axis: int) -> tuple[int, Axis]:

@@ -94,7 +94,7 @@ class Recorder:
         return self.add("const", dtype=dtype, value=bool(value))
 
     @contextmanager
-    def inside(self, kind: str, **attrs: Any) -> Iterator[Region]:
+    def inside(self, kind: str) -> Iterator[Region]:
         """Record into a new region, which is closed at the end: its values may then not be used any more."""
         region = Region(self.region, kind)
         outer, self.region = self.region, region
@@ -102,12 +102,8 @@ class Recorder:
             yield region
         finally:
             self.region = outer
-            region.closed = AFTER
-            self._forget(region)
-
-    def _forget(self, region: Region) -> None:
-        """No later trace may find nodes of a closed region again."""
-        self.known = {k: n for k, n in self.known.items() if not n.region.closed}
+            region.closed = AFTER  # no later trace may find its nodes again
+            self.known = {k: n for k, n in self.known.items() if not n.region.closed}
 
     def loop(self, lo: Node, hi: Node, step: Node) -> Iterator[Node]:
         """The index of a loop, twice: the first trace shows what would be carried by a Python variable."""

@@ -111,7 +111,7 @@ class Layout:
         """Whether a place is the owner of its element: the least of its copies."""
         place = reg | lane << len(self.reg) | warp << len(self.reg) + len(self.lane)
         least = place
-        for mask in sorted(_echelon(self.copies()), reverse=True):
+        for mask, _ in sorted(Span(self.copies()).basis.values(), reverse=True):
             least = min(least, least ^ mask)
         return least == place
 
@@ -122,10 +122,6 @@ def combined(columns: Sequence[int], number: int) -> int:
     for i, column in enumerate(columns):
         total ^= column if number >> i & 1 else 0
     return total
-
-
-def _echelon(vectors: Iterable[int]) -> list[int]:
-    return [vector for vector, _ in Span(vectors).basis.values()]
 
 
 def blocked(axes: Mapping[str, int], vector: int, lanes: int, warps: int) -> Layout:

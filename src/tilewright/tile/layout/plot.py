@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from html import escape
 
 from tilewright.tile.layout.linear import Layout
@@ -50,13 +49,10 @@ def svg(layout: Layout, title: str = "") -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def _owners(layout: Layout) -> dict[int, tuple[int, int, int]]:
+def _owners(layout: Layout) -> dict[int, tuple[int, ...]]:
     """The place of each element that stores it."""
-    return {layout.at(*place): place for place in _places(layout) if layout.owns(*place)}
-
-
-def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    return itertools.product(*(range(1 << len(bits)) for bits in (layout.reg, layout.lane, layout.warp)))  # type: ignore[return-value]
+    places = itertools.product(*(range(1 << len(bits)) for bits in (layout.reg, layout.lane, layout.warp)))
+    return {layout.at(*place): place for place in places if layout.owns(*place)}
 
 
 def _index(layout: Layout, flat: int) -> str:

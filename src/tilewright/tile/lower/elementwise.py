@@ -18,7 +18,7 @@ from tilewright.tile import dtypes, numbers
 from tilewright.tile.analysis.divisibility import Facts
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
-from tilewright.tile.ir.thread_ir import Function, Let, Operand, Parameter, Statement, Type
+from tilewright.tile.ir.thread_ir import For, Function, If, Let, Operand, Parameter, Statement, Type
 from tilewright.tile.ir.tile_ir import Node, Program, Region
 from tilewright.tile.lower import math
 from tilewright.tile.lower.phases import Phase, Plan, folds
@@ -36,6 +36,11 @@ class Index:
 ZERO = Index(0, 0)
 DOWNWARD = {"floordiv": "quot", "mod": "rem"}
 Place = tuple[Index, ...]
+
+
+def counts_lanes(place: Place) -> bool:
+    """Whether an axis of a place stands for a vector."""
+    return any(i.vector for i in place)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Emitter:
         self.homes: dict[Region, int] = {program.body: 0}
         self.parameters: dict[str, Parameter] = {}
         self.results: dict[Any, Any] = {}
+        self.arrays: dict[tuple[str, object], str] = {}
+        """Where each cell lives, and each tile that waits."""
         self.facts = Facts(program)
         self.phase: Phase | None = None
         self.tail: Operand | None = None
@@ -80,6 +87,18 @@ class Emitter:
             yield self.blocks[-1]
         finally:
             self.blocks.pop()
+
+    @property
+    def depth(self) -> int:
+        """Of the innermost block."""
+        return len(self.blocks) - 1
+
+    @contextmanager
+    def under(self, compound: Callable[..., For | If], *given: Operand, **flags: bool) -> Iterator[Block]:
+        """The body of a loop or of a condition."""
+        with self.block() as made:
+            yield made
+        self.put(self.depth, compound(*given, made.statements, **flags))
 
     # Statements -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +178,11 @@ class Emitter:
                 return one
             total = self.let(depth, one.type, "add", one.operand, 0.0, operands=one.type, line=node.line)
             return Value(total, one.type, depth)  # a sum begins at 0, so of -0 alone it is 0, as in a longer row
-        return self._element(node, [self.emit(x, place) for x in node.args], depth)
+        args = [self.emit(x, place) for x in node.args]
+        lanes = self.lanes if any(v.vector for v in args) else 1
+        operands = [self.as_vector(v) if lanes > 1 else v.operand for v in args]
+        type = Type(node.dtype, lanes)
+        return Value(self._operation(node, operands, type, depth), type, depth)
 
     def read(self, node: Node, place: Place, depth: int) -> Value:
         raise NotImplementedError  # in `memory`, which derives from this
@@ -171,13 +194,6 @@ class Emitter:
         """The place of a broadcast's operand."""
         axes = node.attrs["axes"]
         return tuple(place[axes.index(k)] if k in axes else ZERO for k in range(len(node.args[0].shape)))
-
-    def _element(self, node: Node, args: list[Value], depth: int) -> Value:
-        lanes = self.lanes if any(v.vector for v in args) else 1
-        type = Type(node.dtype, lanes)
-        operands = [self.as_vector(v) if lanes > 1 else v.operand for v in args]
-        made = self._operation(node, operands, type, depth)
-        return Value(made, type, depth)
 
     def _operation(self, node: Node, args: list[Operand], type: Type, depth: int) -> Operand:
         a, source = node.attrs, Type(node.args[0].dtype, type.lanes)
@@ -229,7 +245,7 @@ def fold_constants(kind: str, args: list[Operand]) -> Operand | None:
 def cast_constant(value: Operand, node: Node, depth: int) -> Operand:
     """A constant as another dtype."""
     source, target = node.args[0].dtype, node.dtype
-    array = np.asarray(value, np.float32 if source.floating else source.storage)
+    array = np.asarray(value, source.values)
     made = numbers.cast(array, source, target, node.attrs["round"], node.attrs["saturate"]).item()
     return float(made) if target.floating else bool(made) if target == boolean else int(made)
 

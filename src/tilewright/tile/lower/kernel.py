@@ -7,6 +7,7 @@ a copy of the body in which each access has a count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
@@ -15,11 +16,22 @@ from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
 from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
-from tilewright.tile.lower.reduce import BLOCK, Reductions, blocked
+from tilewright.tile.lower.reduce import BLOCK, Reductions
 from tilewright.tile.numbers import identity
 from tilewright.tile.schedule import Schedule
 
-COUNT = Type(int64)
+COUNT, TEST = Type(int64), Type(boolean)
+Body = Callable[[Place, Operand], None]
+"""What is done at a place, by the vectors of a chunk; the operand is the register of an accumulator."""
+
+
+@dataclass
+class Row:
+    """The innermost axis of a nest: `along` in chunks, at a place of the others."""
+
+    along: int
+    place: list[Index]
+    body: Body
 
 
 def lower(program: Program, lanes: int, schedule: Schedule | None = None) -> Function:
@@ -46,7 +58,7 @@ class Lowering(Reductions):
 
     def region(self, region: Region) -> None:
         for segment in self.plan.segments[region]:
-            for _, scalars, phases in phases_in_order(segment):
+            for scalars, phases in phases_in_order(segment):
                 for item in scalars:
                     self.scalar(item)
                 for phase in phases:
@@ -57,33 +69,27 @@ class Lowering(Reductions):
                 self.control(segment.control)
 
     def control(self, effect: Node) -> None:
-        depth, body = len(self.blocks) - 1, effect.attrs["body"]
+        body = effect.attrs["body"]
+        self.homes[body] = self.depth + 1
+        given = [self.emit(a).operand for a in effect.args]
         if effect.op == "when":
-            condition = self.emit(effect.args[0])
-            with self.block() as made:
-                self.homes[body] = depth + 1
+            with self.under(If, *given):
                 self.region(body)
-            self.put(depth, If(condition.operand, made.statements))
             return
-        lo, hi, step = (self.emit(a).operand for a in effect.args)
         var = self.fresh("k")
-        with self.block() as made:
-            self.homes[body] = depth + 1
-            made.known[(effect.attrs["index"], ())] = Value(var, COUNT, depth + 1)
+        with self.under(For, var, *given, any_step=given[2] != 1) as made:
+            made.known[(effect.attrs["index"], ())] = Value(var, COUNT, self.depth)
             self.region(body)
-        self.put(depth, For(var, lo, hi, step, made.statements, any_step=step != 1))
 
     def scalar(self, item: Node) -> None:
         """An effect without a loop."""
-        depth = len(self.blocks) - 1
-        place = (ZERO,) * len(item.shape)
-        type = Type(item.dtype)
+        depth, place, type = self.depth, (ZERO,) * len(item.shape), Type(item.dtype)
         if item.op == "load":
             self.emit(item, place)
         elif item.op in ("store", "print"):
             self.store(item, place)
         elif item.op == "var":
-            name = self.results_by_key[("cell", item.id)] = self.fresh("cell")
+            name = self.arrays[("cell", item.id)] = self.fresh("cell")
             self.put(depth, Declare(name, type, self.emit(item.args[0], place).operand))
         elif item.op == "set":
             self.put(depth, Assign(self.cell(item.attrs["var"]), type, self.emit(item.args[0], place).operand))
@@ -114,7 +120,7 @@ class Lowering(Reductions):
         for item in phase.items:
             if item.op == "var":
                 key = ("cell", item.id)
-                self.results_by_key[key] = self.room(key, "cell", item.dtype, item.shape)
+                self.arrays[key] = self.room(key, "cell", item.dtype, item.shape)
         work = sorted([*phase.items, *phase.keep, *self._first_loads(phase)], key=lambda n: n.id)
         unroll = self.unroll if inner else 1
 
@@ -165,17 +171,11 @@ class Lowering(Reductions):
         elif item.op in ("var", "set"):
             key = item.id if item.op == "var" else item.attrs["var"]
             value = self.emit(item.args[0], place)
-            self.keep(self.cell(key), value.type.dtype, self._cell_shape(key), value, place)
+            self.keep(self.cell(key), value.type.dtype, self.program.nodes[key].shape, value, place)
         else:
             value = self.emit(item, place)
-            if item in self.phase_keep():
+            if self.phase is not None and item in self.phase.keep:
                 self.keep(self.array_of(item), item.dtype, item.shape, value, self.place_of(item, place))
-
-    def phase_keep(self) -> list[Node]:
-        return [] if self.phase is None else self.phase.keep
-
-    def _cell_shape(self, var: int) -> Shape:
-        return self.program.nodes[var].shape
 
     def fill(self, node: Node, array: str) -> None:
         """Write the identity of a reduction along an outer axis to a scratch array."""
@@ -184,9 +184,7 @@ class Lowering(Reductions):
             raise LowerError("a reduction along an axis that is not the last leaves one number", node.line)
 
         def body(place: Place) -> None:
-            _, _, lane = self.offset(shape, place)
-            type = Type(node.dtype, self.lanes if lane != 0 else 1)
-            self.store_array(array, type, shape, place, start)
+            self.store_array(array, self.spread(node.dtype, shape, place), shape, place, start)
 
         self.over(shape, body)
 
@@ -202,7 +200,7 @@ class Lowering(Reductions):
         self.loops(shape, along, 1, lambda place, register: body(place), lambda place, chunks: chunks())
 
     def loops(
-        self, space: Shape, along: int, unroll: int, body: Callable[[Place, Operand], None],
+        self, space: Shape, along: int, unroll: int, body: Body,
         around: Callable[[Place, Callable[[], None]], None],
     ) -> None:  # fmt: skip
         """A nest over a space: the outer axes one by one, `along` in chunks. `around` wraps the loop over chunks."""
@@ -211,90 +209,75 @@ class Lowering(Reductions):
 
         def level(axes: list[int]) -> None:
             if not axes:
-                around(tuple(place), lambda: self.chunks(space, along, unroll, place, body))
+                around(tuple(place), lambda: self.chunks(space, unroll, Row(along, place, body)))
                 return
-            depth = len(self.blocks) - 1
             var, size = self.fresh("o"), self.size(space[axes[0]])
-            with self.block() as made:
-                place[axes[0]] = Index(var, depth + 1)
+            with self.under(For, var, 0, size, 1):
+                place[axes[0]] = Index(var, self.depth)
                 level(axes[1:])
-            self.put(depth, For(var, 0, size, 1, made.statements))
 
         level(outer)
 
-    def chunks(
-        self, space: Shape, along: int, unroll: int, place: list[Index], body: Callable[[Place, Operand], None]
-    ) -> None:
+    def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of `unroll` vectors, then what is left."""
-        depth, width = len(self.blocks) - 1, self.lanes * unroll
-        size = self.size(space[along])
-        if isinstance(size, int):
-            full: Operand = size // width * width
-        else:
-            full = self.let(depth, COUNT, "and", size, -width, operands=COUNT)
+        width = self.lanes * unroll
+        size, full = self.extent(space[row.along], width)
         if full != 0:
-            most = static_size(space[along]) // width
-            levels = 0
-            while any(map(blocked, self.accumulators)) and most > BLOCK:
-                most, levels = -(-most // BLOCK), levels + 1
-            self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, along, place, body, None))
-        if isinstance(size, int) and size == full:
-            return
-        rounds = unroll
-        if isinstance(size, int) and isinstance(full, int):
-            rounds = -(-(size - full) // self.lanes)
-        if unroll > 1:
-            self._round(full, unroll, rounds, along, place, body, size)
-            return
-        condition = self.let(depth, Type(boolean), "lt", full, size, operands=COUNT)
-        with self.block() as made:
-            self._chunk(full, 0, along, place, body, self.let(depth + 1, COUNT, "sub", size, full))
-        self.put(depth, If(condition, made.statements))
+            levels = self.levels(static_size(space[row.along]) // width)
+            self._rounds(0, full, width, levels, lambda var: self._round(var, unroll, unroll, row))
+        if size != full and unroll == 1:
+            self._last(full, 0, row, size, short=True)
+        elif size != full:
+            rounds = unroll
+            if isinstance(size, int) and isinstance(full, int):
+                rounds = -(-(size - full) // self.lanes)
+            self._round(full, unroll, rounds, row, size)
+
+    def extent(self, axis: Axis, width: int) -> tuple[Operand, Operand]:
+        """The size of an axis, and the part of it that is in full rounds of a width."""
+        size = self.size(axis)
+        if isinstance(size, int):
+            return size, size // width * width
+        return size, self.let(self.depth, COUNT, "and", size, -width, operands=COUNT)
 
     def _rounds(self, lo: Operand, hi: Operand, width: int, levels: int, body: Callable[[str], None]) -> None:
         """A loop over full rounds, in `levels` of blocks whose sums are taken on their own."""
-        depth, step = len(self.blocks) - 1, width * BLOCK**levels
-        var = self.fresh("b" if levels else "c")
-        with self.block() as made:
+        step, var = width * BLOCK**levels, self.fresh("b" if levels else "c")
+        with self.under(For, var, lo, hi, step):
             if not levels:
                 body(var)
-            else:
-                with self.block_of_sums(self.unroll):
-                    beyond = self.let(depth + 1, COUNT, "add", var, step)
-                    end = self.let(depth + 1, COUNT, "min", beyond, hi)
-                    self._rounds(var, end, width, levels - 1, body)
-        self.put(depth, For(var, lo, hi, step, made.statements))
+                return
+            with self.block_of_sums(self.unroll):
+                beyond = self.let(self.depth, COUNT, "add", var, step)
+                end = self.let(self.depth, COUNT, "min", beyond, hi)
+                self._rounds(var, end, width, levels - 1, body)
 
-    def _round(
-        self, start: Operand, unroll: int, rounds: int, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], size: Operand | None,
-    ) -> None:  # fmt: skip
+    def _round(self, start: Operand, unroll: int, rounds: int, row: Row, size: Operand | None = None) -> None:
         """`rounds` vectors from `start` on; with a `size`, those that it leaves."""
         if unroll == 1:
-            self._chunk(start, 0, along, place, body, None)
+            self._chunk(start, 0, row)
             return
-        depth, register = len(self.blocks) - 1, self.fresh("q")
-        with self.block() as made:
-            step = self.let(depth + 1, COUNT, "mul", register, self.lanes)
-            at = self.let(depth + 1, COUNT, "add", start, step)
+        register = self.fresh("q")
+        with self.under(For, register, 0, rounds, 1, unroll=True):
+            step = self.let(self.depth, COUNT, "mul", register, self.lanes)
+            at = self.let(self.depth, COUNT, "add", start, step)
             if size is None:
-                self._chunk(at, register, along, place, body, None)
+                self._chunk(at, register, row)
             else:
-                condition = self.let(depth + 1, Type(boolean), "lt", at, size, operands=COUNT)
-                with self.block() as last:
-                    left = self.let(depth + 2, COUNT, "sub", size, at)
-                    count = self.let(depth + 2, COUNT, "min", left, self.lanes)
-                    self._chunk(at, register, along, place, body, count)
-                made.statements.append(If(condition, last.statements))
-        self.put(depth, For(register, 0, rounds, 1, made.statements, unroll=True))
+                self._last(at, register, row, size)
 
-    def _chunk(
-        self, at: Operand, register: Operand, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], tail: Operand | None,
-    ) -> None:  # fmt: skip
-        depth = len(self.blocks) - 1
-        place[along] = Index(at, depth, vector=True)
+    def _last(self, at: Operand, register: Operand, row: Row, size: Operand, whole: bool = False,
+              short: bool = False) -> None:  # fmt: skip
+        """What lies below a size of the vector at `at`: of a `whole` one all or nothing, of a `short` one never all."""
+        with self.under(If, self.let(self.depth, TEST, "lt", at, size, operands=COUNT)):
+            tail = None if whole else self.let(self.depth, COUNT, "sub", size, at)
+            if tail is not None and not short:
+                tail = self.let(self.depth, COUNT, "min", tail, self.lanes)
+            self._chunk(at, register, row, tail)
+
+    def _chunk(self, at: Operand, register: Operand, row: Row, tail: Operand | None = None) -> None:
+        row.place[row.along] = Index(at, self.depth, vector=True)
         self.tail = tail
-        body(tuple(place), register)
+        row.body(tuple(row.place), register)
         self.tail = None
-        place[along] = ZERO
+        row.place[row.along] = ZERO

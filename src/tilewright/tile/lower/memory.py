@@ -14,7 +14,7 @@ from tilewright.tile import numbers
 from tilewright.tile.dtypes import DType, boolean, int64
 from tilewright.tile.ir.thread_ir import Array, Load, Operand, Print, Store, Type
 from tilewright.tile.ir.tile_ir import Node, Shape, static_size
-from tilewright.tile.lower.elementwise import Emitter, Place, Value
+from tilewright.tile.lower.elementwise import Emitter, Place, Value, counts_lanes
 from tilewright.tile.lower.phases import folds
 
 Term = tuple[Operand, int]
@@ -37,7 +37,7 @@ class Memory(Emitter):
     def affine(self, node: Node, place: Place) -> Affine | None:
         """An index as a sum of scalars and a multiple of the lane; None where it is no such thing."""
         mine = self.place_of(node, place)
-        if not any(i.vector for i in mine):
+        if not counts_lanes(mine):
             value = self.emit(node, place)
             return Affine(((value.operand, value.depth),))
         if node.op == "arange":
@@ -86,25 +86,24 @@ class Memory(Emitter):
             total = self.let(depth, Type(int64), "add", total, operand)
         return total, depth
 
-    def _address(self, node: Node, place: Place) -> tuple[Affine | None, tuple[Node, ...]]:
+    def _address(self, node: Node, place: Place) -> Affine | None:
         """The element offset of an access to a view."""
-        name = node.attrs["view"]
-        view = self.program.views[name]
-        indices = node.args[: view.rank]
+        name, view = node.attrs["view"], self.program.views[node.attrs["view"]]
         terms: list[Term] = []
         lane: Operand = 0
-        for axis, index in enumerate(indices):
-            found = self.affine(index, place)
-            if found is None or (axis == 0 and view.levels > 1 and found.lane != 0):
-                return None, indices
-            part = self._leveled(name, view.levels, found) if axis == 0 and view.levels > 1 else found
-            if not (axis == 0 and view.levels > 1):
+        for axis, index in enumerate(node.args[: view.rank]):
+            found, leveled = self.affine(index, place), axis == 0 and view.levels > 1
+            if found is None or (leveled and found.lane != 0):
+                return None
+            if leveled:
+                part = self._leveled(name, view.levels, found)
+            else:
                 part = self._scaled(found, (self._stride(name, axis), 0))
             if part.lane != 0 and lane != 0:
-                return None, indices
+                return None
             terms += part.terms
             lane = part.lane if lane == 0 else lane
-        return Affine(tuple(terms), lane), indices
+        return Affine(tuple(terms), lane)
 
     def _stride(self, name: str, axis: int) -> Operand:
         view = self.program.views[name]
@@ -134,13 +133,21 @@ class Memory(Emitter):
             yield self.let(depth, type, "rem", row, extent), stride
             row = self.let(depth, type, "quot", row, extent)
 
-    def _scattered(self, node: Node, indices: tuple[Node, ...], place: Place) -> tuple[Operand, int]:
+    def _reached(self, node: Node, place: Place, spread: bool) -> tuple[Operand, Operand, bool]:
+        """(index, stride, scattered) of an access. The stride is 0 where all lanes have one element, unless they must
+        be `spread`: then each has an address of its own."""
+        address = self._address(node, place)
+        if address is None or (spread and address.lane == 0):
+            return self._scattered(node, place), 1, True
+        return self._sum(address.terms)[0], address.lane, False
+
+    def _scattered(self, node: Node, place: Place) -> Operand:
         """An offset for each lane."""
         name, view = node.attrs["view"], self.program.views[node.attrs["view"]]
         type = Type(int64, self.lanes)
         total: Operand = 0
         deepest = 0
-        for axis, index in enumerate(indices):
+        for axis, index in enumerate(node.args[: view.rank]):
             value = self.emit(index, place)
             part, depth = self.as_vector(value), value.depth
             steps = [(part, self._stride(name, axis))]
@@ -153,7 +160,7 @@ class Memory(Emitter):
                 total = scaled if total == 0 else self.let(deepest, type, "add", total, scaled)
         if not isinstance(total, str):
             total = self.let(deepest, type, "splat", total, operands=Type(int64))
-        return total, deepest
+        return total
 
     # Reading --------------------------------------------------------------------------------------------------------
 
@@ -171,30 +178,14 @@ class Memory(Emitter):
 
     def load(self, node: Node, place: Place, depth: int) -> Value:
         """A load of a view, at a place."""
-        name, dtype = node.attrs["view"], node.dtype
-        view = self.program.views[name]
-        memory = self.parameter(f"p_{name}", "pointer", name, 0, view.dtype)
+        view = self.program.views[node.attrs["view"]]
+        memory = self.parameter(f"p_{node.attrs['view']}", "pointer", node.attrs["view"], 0, view.dtype)
         mask = self.emit(node.args[view.rank], place) if node.attrs["masked"] else None
-        address, indices = self._address(node, place)
-        vector = any(i.vector for i in place)
-        if address is None or (address.lane == 0 and mask is not None and mask.vector):
-            index, _ = self._scattered(node, indices, place)
-            return self._load(memory, dtype, index, depth, 1, mask, node, scattered=True)
-        index, _ = self._sum(address.terms)
-        if address.lane == 0:
-            vector = False
-        stride = address.lane if vector else 1
-        return self._load(memory, dtype, index, depth, stride, mask, node, vector=vector)
-
-    def _load(
-        self, memory: str, dtype: DType, index: Operand, depth: int, stride: Operand, mask: Value | None, node: Node,
-        *, scattered: bool = False, vector: bool = True,
-    ) -> Value:  # fmt: skip
-        type = Type(dtype, self.lanes if vector or scattered else 1)
-        other = node.attrs["other"]
+        index, stride, scattered = self._reached(node, place, mask is not None and mask.vector)
+        type = Type(node.dtype, self.lanes if stride != 0 else 1)
         count, test = self._limits(type, stride, scattered, mask)
-        name = self.fresh()
-        self.put(depth, Load(name, type, memory, index, stride, count, test, other, scattered, node.line))
+        name, other = self.fresh(), node.attrs["other"]
+        self.put(depth, Load(name, type, memory, index, stride or 1, count, test, other, scattered, node.line))
         return Value(name, type, depth)
 
     def _limits(
@@ -208,12 +199,13 @@ class Memory(Emitter):
         found = None if mask is None else self.as_vector(mask)
         if self.tail is None:
             return None, found
-        inner = len(self.blocks) - 1
-        below = self.let(inner, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
-        if found is None:
-            return None, below
-        both = Type(boolean, self.lanes)
-        return None, self.let(inner, both, "and", below, found, operands=both)
+        below, both = self.elements(), Type(boolean, self.lanes)
+        return None, below if found is None else self.let(self.depth, both, "and", below, found, operands=both)
+
+    def elements(self) -> str:
+        """Which lanes of a last chunk are elements."""
+        assert self.tail is not None
+        return self.let(self.depth, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
 
     # Scratch --------------------------------------------------------------------------------------------------------
 
@@ -230,45 +222,41 @@ class Memory(Emitter):
     def array_of(self, node: Node) -> str:
         """The scratch array of a tile that waits."""
         key = ("array", node)
-        if key not in self.results_by_key:
-            self.results_by_key[key] = self.room(key, "s", node.dtype, node.shape)
-        return self.results_by_key[key]
+        if key not in self.arrays:
+            self.arrays[key] = self.room(key, "s", node.dtype, node.shape)
+        return self.arrays[key]
 
     def cell(self, var: int) -> str:
-        return self.results_by_key[("cell", var)]
+        return self.arrays[("cell", var)]
 
-    @property
-    def results_by_key(self) -> dict[tuple[str, object], str]:
-        found: dict[tuple[str, object], str] = self.__dict__.setdefault("_arrays", {})
-        return found
-
-    def offset(self, shape: Shape, place: Place) -> tuple[Operand, int, Operand]:
-        """(offset, block, stride of the lanes) in a dense array of this shape."""
+    def offset(self, shape: Shape, place: Place) -> tuple[Operand, int]:
+        """(offset, stride of the lanes) in a dense array of this shape."""
         terms: list[Term] = []
-        lane: Operand = 0
-        step = 1
+        lane, step = 0, 1
         for axis in reversed(range(len(shape))):
             index = place[axis]
             terms.append(self._times((index.base, index.depth), (step, 0)))
             lane = step if index.vector else lane
             step *= static_size(shape[axis])
-        total, depth = self._sum(tuple(terms))
-        return total, depth, lane
+        return self._sum(tuple(terms))[0], lane
+
+    def spread(self, dtype: DType, shape: Shape, place: Place) -> Type:
+        """The type of what an array of this shape has at a place."""
+        return Type(dtype, self.lanes if self.offset(shape, place)[1] else 1)
 
     def _array(self, name: str, node: Node, place: Place, depth: int) -> Value:
-        _, _, lane = self.offset(node.shape, place)
-        type = Type(node.dtype, self.lanes if lane != 0 else 1)
+        type = self.spread(node.dtype, node.shape, place)
         return Value(self.load_array(name, type, node.shape, place, depth), type, depth)
 
     def load_array(self, name: str, type: Type, shape: Shape, place: Place, depth: int) -> str:
-        index, _, lane = self.offset(shape, place)
+        index, lane = self.offset(shape, place)
         made = self.fresh()
-        self.put(depth, Load(made, type, name, index, 1 if lane == 0 else lane))
+        self.put(depth, Load(made, type, name, index, lane or 1))
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
-        index, _, lane = self.offset(shape, place)
-        self.put(len(self.blocks) - 1, Store(name, type, index, value, 1 if lane == 0 else lane))
+        index, lane = self.offset(shape, place)
+        self.put(self.depth, Store(name, type, index, value, lane or 1))
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -277,39 +265,29 @@ class Memory(Emitter):
         if node.op == "print":
             self._print(node, place)
             return
-        name = node.attrs["view"]
-        view = self.program.views[name]
+        view = self.program.views[node.attrs["view"]]
         value = self.emit(node.args[-1], place)
         mask = self.emit(node.args[view.rank], place) if node.attrs["masked"] else None
-        memory = self.parameter(f"p_{name}", "pointer", name, 0, view.dtype)
-        address, indices = self._address(node, place)
-        inner = len(self.blocks) - 1
-        vector = any(i.vector for i in place)
-        if address is None or (vector and address.lane == 0):
-            index, _ = self._scattered(node, indices, place)
-            stride: Operand = 1
-        else:
-            index, _ = self._sum(address.terms)
-            stride = address.lane if vector else 1
-        scattered = vector and (address is None or address.lane == 0)
+        memory = self.parameter(f"p_{node.attrs['view']}", "pointer", node.attrs["view"], 0, view.dtype)
+        vector, inner = counts_lanes(place), self.depth
+        index, stride, scattered = self._reached(node, place, vector)
         type = Type(view.dtype, self.lanes if vector else 1)
         count, test = self._limits(type, stride, scattered, mask)
         operand = self.as_vector(value) if vector else value.operand
-        self.put(inner, Store(memory, type, index, operand, stride, count, test, scattered, node.line))
+        self.put(inner, Store(memory, type, index, operand, stride or 1, count, test, scattered, node.line))
 
     def _print(self, node: Node, place: Place) -> None:
-        value, vector = self.emit(node.args[0], place), any(i.vector for i in place)
+        value, vector = self.emit(node.args[0], place), counts_lanes(place)
         instance = [self.parameter(f"pid{axis}", "builtin", "pid", axis) for axis in range(3)]
         lanes = self.lanes if vector else 1
         made = Print(numbers.printed(node.attrs["text"], len(place), node.dtype), Type(node.dtype, lanes),
                      self.as_vector(value) if vector else value.operand, (*instance, *(i.base for i in place)),
                      next((3 + k for k, i in enumerate(place) if i.vector), -1), self.tail if lanes > 1 else None,
                      node.line)  # fmt: skip
-        self.put(len(self.blocks) - 1, made)
+        self.put(self.depth, made)
 
     def keep(self, name: str, dtype: DType, shape: Shape, value: Value, place: Place) -> None:
         """Write a value to a scratch array."""
-        _, _, lane = self.offset(shape, place)
-        type = Type(dtype, self.lanes if lane != 0 else 1)
-        operand = self.as_vector(value) if lane != 0 else value.operand
+        type = self.spread(dtype, shape, place)
+        operand = self.as_vector(value) if counts_lanes(place) else value.operand
         self.store_array(name, type, shape, place, operand)

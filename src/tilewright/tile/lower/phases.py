@@ -7,7 +7,6 @@ that is cheap, else it waits in a scratch array. Statements are made elsewhere: 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -41,7 +40,6 @@ class Segment:
     """Effects of a region up to the next loop or `when`, which is `control`."""
 
     region: Region
-    number: int
     items: list[Node] = field(default_factory=list)
     control: Node | None = None
     levels: dict[Node, int] = field(default_factory=dict)
@@ -78,18 +76,18 @@ class Plan:
         self.home: dict[Node, Phase] = {}
         self.stores = [e for e in program.effects() if e.op in ("store", "set")]
         self.place: dict[Node, Segment] = {}
-        self.reduces = _reduces(program)
+        self.folds = [n for n in reachable(program) if folds(n)]
         self._region(program.body)
 
     # Levels ---------------------------------------------------------------------------------------------------------
 
     def _region(self, region: Region) -> None:
-        segments = self.segments[region] = [Segment(region, 0)]
-        mine = sorted([*region.effects, *self.reduces.get(region, ())], key=lambda n: n.id)
+        segments = self.segments[region] = [Segment(region)]
+        mine = sorted([*region.effects, *(n for n in self.folds if n.region is region)], key=lambda n: n.id)
         for item in mine:
             if item.op in ("loop", "when"):
                 segments[-1].control = item
-                segments.append(Segment(region, len(segments)))
+                segments.append(Segment(region))
             elif item.op not in ("index", "check"):
                 segments[-1].items.append(item)
                 self.place[item] = segments[-1]
@@ -166,8 +164,7 @@ class Plan:
         """Whether what `first` left in scratch is there whenever `later` runs."""
         mine, other = first.segment, later.segment
         if mine is other:
-            order = [id(p) for p in mine.phases]
-            return (first.level, order.index(id(first))) < (later.level, order.index(id(later)))
+            return (first.level, mine.phases.index(first)) < (later.level, mine.phases.index(later))
         return other.region.within(mine.region)  # phases are decided in program order
 
     def waits(self, node: Node, phase: Phase) -> bool:
@@ -231,14 +228,11 @@ class Plan:
             if top in seen or is_scalar(top.shape) or top.op == "arange":
                 continue
             seen.add(top)
-            if self.waits(top, phase):
+            if self.waits(top, phase) or folds(top) or top.op == "reshape":
                 cost += 1
                 continue
             if top.op == "broadcast":
                 waiting.extend(top.args)
-                continue
-            if folds(top) or top.op == "reshape":
-                cost += 1
                 continue
             if top.op in ("load", "get") and not self.recomputable(top, phase):
                 return False
@@ -280,15 +274,6 @@ def _cell(node: Node) -> int:
     return node.id if node.op == "var" else int(node.attrs["var"])
 
 
-def _reduces(program: Program) -> dict[Region, list[Node]]:
-    """Every reduction that an effect needs, by the region that it belongs to."""
-    found: dict[Region, list[Node]] = {}
-    for node in reachable(program):
-        if folds(node):
-            found.setdefault(node.region, []).append(node)
-    return found
-
-
 def counting(index: tuple[Node, ...], shape: Shape) -> list[Node]:
     """The indices that count along an axis of a shape."""
     return [node for node in index if _counts(node, len(shape)) is not None]
@@ -319,11 +304,7 @@ def _counts(node: Node, rank: int) -> int | None:
     return None
 
 
-def phases_in_order(segment: Segment) -> Iterator[tuple[int, list[Node], list[Phase]]]:
-    """(level, scalar effects, loop nests) of a segment."""
-    levels = sorted({*segment.scalars, *(p.level for p in segment.phases)})
-    by_level = {
-        k: list(g) for k, g in itertools.groupby(sorted(segment.phases, key=lambda p: p.level), lambda p: p.level)
-    }
-    for level in levels:
-        yield level, segment.scalars.get(level, []), by_level.get(level, [])
+def phases_in_order(segment: Segment) -> Iterator[tuple[list[Node], list[Phase]]]:
+    """(scalar effects, loop nests) of a segment, level by level."""
+    for level in sorted({*segment.scalars, *(p.level for p in segment.phases)}):
+        yield segment.scalars.get(level, []), [p for p in segment.phases if p.level == level]

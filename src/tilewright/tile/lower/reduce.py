@@ -10,12 +10,11 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Operand, Type
 from tilewright.tile.ir.tile_ir import Node, Program, static_size
-from tilewright.tile.lower.elementwise import ZERO, Place, Value
+from tilewright.tile.lower.elementwise import ZERO, Place, Value, counts_lanes
 from tilewright.tile.lower.memory import Memory
 from tilewright.tile.lower.phases import Plan, is_scalar
 from tilewright.tile.numbers import identity
@@ -59,22 +58,29 @@ class Reductions(Memory):
         dtype = node.dtype
         made = Accumulator(node, self.fresh("acc"), Type(dtype, self.lanes))
         start = identity(node.attrs["combine"], dtype)
-        self.put(len(self.blocks) - 1, Declare(made.name, made.type, start, unroll))
+        self.put(self.depth, Declare(made.name, made.type, start, unroll))
         return made
 
     def accumulate(self, acc: Accumulator, place: Place, register: Operand) -> None:
         """Fold one chunk in; lanes that are no elements count as the identity."""
-        inner = len(self.blocks) - 1
+        inner = self.depth
         node, type = acc.node, acc.type
         combine = node.attrs["combine"]
         found = self.as_vector(self.emit(node.args[0], place))
         if self.tail is not None:
-            below = self.let(inner, Type(boolean, self.lanes), "below", self.tail, operands=Type(int64))
-            found = self.let(inner, type, "select", below, found, identity(combine, node.dtype), operands=type)
-        old = self.fresh()
-        self.put(inner, self._register(old, type, acc.name, register))
+            found = self.let(
+                inner, type, "select", self.elements(), found, identity(combine, node.dtype), operands=type
+            )
+        old = self.register(inner, type, acc.name, register)
         made = self.let(inner, type, operation(combine), old, found, operands=type, line=node.line)
         self.put(inner, Assign(acc.name, type, made, register))
+
+    def levels(self, rounds: int) -> int:
+        """In how many levels of blocks a loop of so many rounds sums."""
+        levels = 0
+        while any(map(blocked, self.accumulators)) and rounds > BLOCK:
+            rounds, levels = -(-rounds // BLOCK), levels + 1
+        return levels
 
     @contextmanager
     def block_of_sums(self, unroll: int) -> Iterator[None]:
@@ -82,37 +88,31 @@ class Reductions(Memory):
         outer = self.accumulators
         self.accumulators = {n: self.accumulator(n, unroll) if blocked(n) else a for n, a in outer.items()}
         yield
-        depth, register = len(self.blocks) - 1, self.fresh("q")
-        with self.block() as made:
+        register = self.fresh("q")
+        with self.under(For, register, 0, unroll, 1, unroll=True):
             for node, total in outer.items():
                 if blocked(node):
-                    old, part = self.fresh(), self.fresh()
-                    self.put(depth + 1, self._register(old, total.type, total.name, register))
-                    self.put(depth + 1, self._register(part, total.type, self.accumulators[node].name, register))
-                    both = self.let(depth + 1, total.type, "add", old, part, operands=total.type, line=node.line)
-                    self.put(depth + 1, Assign(total.name, total.type, both, register))
-        self.put(depth, For(register, 0, unroll, 1, made.statements, unroll=True))
+                    old = self.register(self.depth, total.type, total.name, register)
+                    part = self.register(self.depth, total.type, self.accumulators[node].name, register)
+                    both = self.let(self.depth, total.type, "add", old, part, operands=total.type, line=node.line)
+                    self.put(self.depth, Assign(total.name, total.type, both, register))
         self.accumulators = outer
 
-    @staticmethod
-    def _register(name: str, type: Type, array: str, register: Operand) -> Any:
-        return Let(name, type, "element", (array, register))
+    def register(self, depth: int, type: Type, array: str, number: Operand) -> str:
+        """What a register of an array holds."""
+        name = self.fresh()
+        self.put(depth, Let(name, type, "element", (array, number)))
+        return name
 
     def folded(self, acc: Accumulator, unroll: int, place: Place) -> None:
         """The result of a reduction along the vector axis: a scalar, or one element of a scratch array."""
-        inner = len(self.blocks) - 1
+        inner = self.depth
         node, type = acc.node, acc.type
         op = operation(node.attrs["combine"])
-        parts: list[Operand] = []
-        for i in range(unroll):
-            name = self.fresh()
-            self.put(inner, self._register(name, type, acc.name, i))
-            parts.append(name)
+        parts = [self.register(inner, type, acc.name, i) for i in range(unroll)]
         while len(parts) > 1:
-            half = len(parts) // 2
-            parts = [
-                self.let(inner, type, op, a, b, operands=type) for a, b in zip(parts[:half], parts[half:], strict=True)
-            ]
+            halves = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+            parts = [self.let(inner, type, op, a, b, operands=type) for a, b in halves]
         scalar = Type(node.dtype)
         total = self.let(inner, scalar, "fold", parts[0], operands=type, mode=node.attrs["combine"], line=node.line)
         total = self.across_threads(acc, total)
@@ -152,24 +152,20 @@ class Reductions(Memory):
             depth, last = count.depth, BLOCK**level - 1
             inside = self.let(depth, Type(int64), "and", count.base, last)
             full = self.let(depth, Type(boolean), "eq", inside, last, operands=Type(int64))
-            with self.block() as made:
+            with self.under(If, full):
                 self.add_across(node, arrays[level - 1 : level + 1], where)
-            self.put(len(self.blocks) - 1, If(full, made.statements))
 
     def add_across(self, node: Node, arrays: list[str], where: Place) -> None:
         """Add each array to the next, and start it again."""
         for part, total in itertools.pairwise(arrays):
-            _, _, lane = self.offset(node.shape, where)
-            type, inner = Type(node.dtype, self.lanes if lane != 0 else 1), len(self.blocks) - 1
+            type, inner = self.spread(node.dtype, node.shape, where), self.depth
             name = self.load_array(part, type, node.shape, where, inner)
             self._fold_into(node, total, Value(name, type, inner), where)
             self.store_array(part, type, node.shape, where, identity(node.attrs["combine"], node.dtype))
 
     def _fold_into(self, node: Node, name: str, value: Value, where: Place) -> None:
-        inner = len(self.blocks) - 1
-        _, _, lane = self.offset(node.shape, where)
-        type = Type(node.dtype, self.lanes if lane != 0 else 1)
+        type, inner = self.spread(node.dtype, node.shape, where), self.depth
         old = self.load_array(name, type, node.shape, where, inner)
-        operand = self.as_vector(value) if lane != 0 else value.operand
+        operand = self.as_vector(value) if counts_lanes(where) else value.operand
         made = self.let(inner, type, operation(node.attrs["combine"]), old, operand, operands=type, line=node.line)
         self.keep(name, node.dtype, node.shape, Value(made, type, inner), where)

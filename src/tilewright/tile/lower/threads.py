@@ -8,33 +8,19 @@ trying: the access that does not fit sends the tile to shared memory, and the lo
 from __future__ import annotations
 
 import math as integers
-from collections.abc import Callable
 from dataclasses import replace
 
 from tilewright.tile.dtypes import DType, boolean
-from tilewright.tile.ir.thread_ir import (
-    Array,
-    Assign,
-    Declare,
-    For,
-    If,
-    Let,
-    Load,
-    Operand,
-    Statement,
-    Store,
-    Type,
-)
+from tilewright.tile.ir.thread_ir import Array, Assign, Declare, For, If, Let, Load, Operand, Statement, Store, Type
+from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
-from tilewright.tile.lower.elementwise import Index, Place
-from tilewright.tile.lower.kernel import COUNT, Lowering
+from tilewright.tile.lower.elementwise import Place, counts_lanes
+from tilewright.tile.lower.kernel import COUNT, TEST, Lowering, Row
 from tilewright.tile.lower.phases import Plan, counting, injective
-from tilewright.tile.lower.reduce import BLOCK, Accumulator, operation
-from tilewright.tile.lower.reduce import blocked as in_blocks
+from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
-WARP = 32
 ROUNDS = 8
 """A loop of so many rounds is written out: the loads of all stand before the arithmetic that waits for them."""
 
@@ -118,63 +104,38 @@ class Threads(Lowering):
 
     # Chunks ---------------------------------------------------------------------------------------------------------
 
-    def chunks(
-        self, space: Shape, along: int, unroll: int, place: list[Index], body: Callable[[Place, Operand], None]
-    ) -> None:
+    def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of a vector a thread, then what is left."""
-        depth, size = len(self.blocks) - 1, self.size(space[along])
-        static = isinstance(size, int)
-        full: Operand = (
-            size // self.width * self.width
-            if isinstance(size, int)
-            else self.let(depth, COUNT, "and", size, -self.width, operands=COUNT)
-        )
-        rounds = static_size(space[along]) // self.width
-        one_row = all(a == 1 for i, a in enumerate(space) if i != along)
-        self.row = size if static and one_row and rounds <= ROUNDS else None
-        if self.row is not None and isinstance(full, int):
-            if full:
-                var = self.fresh("q")
-                with self.block() as made:
-                    base = self.let(depth + 1, COUNT, "mul", var, self.width)
-                    self._deal(base, var, along, place, body, None)
-                self.put(depth, For(var, 0, rounds, 1, made.statements, unroll=True))
+        rounds = static_size(space[row.along]) // self.width
+        size, full = self.extent(space[row.along], self.width)
+        one_row = all(a == 1 for i, a in enumerate(space) if i != row.along)
+        self.row = size if isinstance(size, int) and one_row and rounds <= ROUNDS else None
+        if self.row is not None and full != 0:
+            var = self.fresh("q")
+            with self.under(For, var, 0, rounds, 1, unroll=True):
+                self._deal(self.let(self.depth, COUNT, "mul", var, self.width), var, row)
         elif full != 0:
-            levels, most = 0, rounds
-            while any(map(in_blocks, self.accumulators)) and most > BLOCK:
-                most, levels = -(-most // BLOCK), levels + 1
-            self._rounds(0, full, self.width, levels, lambda var: self._deal(var, None, along, place, body, None))
+            self._rounds(0, full, self.width, self.levels(rounds), lambda var: self._deal(var, None, row))
         if size != full:
-            self._deal(full, rounds if self.row is not None else None, along, place, body, size)
+            self._deal(full, rounds if self.row is not None else None, row, size)
         self.row = self.round = None
 
-    def _deal(
-        self, base: Operand, round: Operand | None, along: int, place: list[Index],
-        body: Callable[[Place, Operand], None], size: Operand | None,
-    ) -> None:  # fmt: skip
+    def _deal(self, base: Operand, round: Operand | None, row: Row, size: Operand | None = None) -> None:
         """Each thread's vector of the round at `base`; with a `size`, of what lies below it."""
-        depth = len(self.blocks) - 1
         self.round = round
         if isinstance(base, str):
             self.divisors.setdefault(base, self.width)
-        at = self.start if base == 0 else self.let(depth, COUNT, "add", base, self.start)
+        at = self.start if base == 0 else self.let(self.depth, COUNT, "add", base, self.start)
         if size is None:
-            self._chunk(at, 0, along, place, body, None)
-            return
-        inside = self.let(depth, Type(boolean), "lt", at, size, operands=COUNT)
-        with self.block() as made:
-            tail: Operand | None = None
-            if not isinstance(size, int) or size % self.lanes:  # else a vector is inside as a whole or not at all
-                left = self.let(depth + 1, COUNT, "sub", size, at)
-                tail = self.let(depth + 1, COUNT, "min", left, self.lanes)
-            self._chunk(at, 0, along, place, body, tail)
-        self.put(depth, If(inside, made.statements))
+            self._chunk(at, 0, row)
+        else:
+            self._last(at, 0, row, size, whole=isinstance(size, int) and size % self.lanes == 0)
 
     # Folds ----------------------------------------------------------------------------------------------------------
 
     def across_threads(self, acc: Accumulator, total: str) -> str:
         """Fold over the lanes of a warp, then over warps by a shared array. Every thread has the result."""
-        depth, type = len(self.blocks) - 1, Type(acc.node.dtype)
+        depth, type = self.depth, Type(acc.node.dtype)
         total = self._butterfly(acc, total, WARP)
         warps = self.schedule.threads // WARP
         if warps == 1:
@@ -182,7 +143,7 @@ class Threads(Lowering):
         array = self.fresh("w")
         self.function.arrays.append(Array(array, acc.node.dtype, warps, shared=True))
         lane = self.let(0, COUNT, "and", self.tid, WARP - 1)
-        first = self.let(0, Type(boolean), "eq", lane, 0, operands=COUNT)
+        first = self.let(0, TEST, "eq", lane, 0, operands=COUNT)
         warp = self.let(0, COUNT, "shr", self.tid, WARP.bit_length() - 1)
         self.put(depth, If(first, [Store(array, type, warp, total)]))
         mine, part = self.let(0, COUNT, "and", self.tid, warps - 1), self.fresh()
@@ -190,16 +151,15 @@ class Threads(Lowering):
         return self._butterfly(acc, part, warps)
 
     def _butterfly(self, acc: Accumulator, total: str, count: int) -> str:
-        depth, type = len(self.blocks) - 1, Type(acc.node.dtype)
+        depth, type = self.depth, Type(acc.node.dtype)
         op = operation(acc.node.attrs["combine"])
         mask = 1
         while mask < count:
-            pair = total, self.let(depth, type, "shuffle_xor", total, mask)
+            pair = [total, self.let(depth, type, "shuffle_xor", total, mask)]
             if op in ("max", "min") and type.dtype.floating:  # of 0 and -0 the second: it must be the same for both
                 bit = self.let(0, COUNT, "and", self.tid, mask)
-                lower = self.let(0, Type(boolean), "eq", bit, 0, operands=COUNT)
-                first, second = (self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1]))
-                pair = first, second
+                lower = self.let(0, TEST, "eq", bit, 0, operands=COUNT)
+                pair = [self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1])]
             total = self.let(depth, type, op, *pair, operands=type, line=acc.node.line)
             mask *= 2
         return total
@@ -208,19 +168,20 @@ class Threads(Lowering):
 
     def owned(self, statement: Store) -> None:
         """A store that all threads would do alike is done by the first."""
-        owner = self.let(0, Type(boolean), "eq", self.tid, 0, operands=COUNT)
-        super().put(len(self.blocks) - 1, If(owner, [statement]))
+        super().put(self.depth, If(self.first(), [statement]))
+
+    def first(self) -> str:
+        """Whether this is the first thread."""
+        return self.let(0, TEST, "eq", self.tid, 0, operands=COUNT)
 
     def store(self, node: Node, place: Place) -> None:
-        if any(i.vector for i in place):
+        if counts_lanes(place):
             super().store(node, place)
             return
-        owner = self.let(0, Type(boolean), "eq", self.tid, 0, operands=COUNT)
+        owner = self.first()
         self.emit(node.args[-1], place)  # where every thread needs it, outside
-        depth = len(self.blocks) - 1
-        with self.block() as made:
+        with self.under(If, owner):
             super().store(node, place)
-        self.put(depth, If(owner, made.statements))
 
     # Where tiles wait -----------------------------------------------------------------------------------------------
 
@@ -252,20 +213,20 @@ class Threads(Lowering):
         return self.round
 
     def load_array(self, name: str, type: Type, shape: Shape, place: Place, depth: int) -> str:
-        made, index = self.fresh(), self._in_register(name, shape, place)
+        index = self._in_register(name, shape, place)
         if index is not None:
-            self.put(depth, Let(made, type, "element", (name, index)))
-            return made
-        at, _, lane = self.offset(self.padded.get(name, shape), place)
+            return self.register(depth, type, name, index)
+        made = self.fresh()
+        at, lane = self.offset(self.padded.get(name, shape), place)
         self.put(depth, Load(made, type, name, at, lane or 1, layout=self._dealt(name, shape, place)))
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
-        inner, index = len(self.blocks) - 1, self._in_register(name, shape, place)
+        inner, index = self.depth, self._in_register(name, shape, place)
         if index is not None:
             self.put(inner, Assign(name, type, value, index))
             return
-        at, _, lane = self.offset(self.padded.get(name, shape), place)
+        at, lane = self.offset(self.padded.get(name, shape), place)
         count = self.tail if lane == 1 and type.lanes > 1 else None
         made = Store(name, type, at, value, lane or 1, count, layout=self._dealt(name, shape, place))
         if lane == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ from tilewright.tile.ir.thread_ir import (
     Statement,
     Store,
 )
-from tilewright.tile.lower import math
-from tilewright.tile.oracle.memory import WARP, Clock, Memory, Places, poison, tensors
+from tilewright.tile.ir.thread_uniform import WARP
+from tilewright.tile.oracle.memory import Clock, Memory, Places, poison, sizes_of, tensors
 
 
 def run(
@@ -62,10 +62,6 @@ def run(
             machine.instance(place)
 
 
-def _kind(dtype: DType) -> Any:
-    return np.float32 if dtype.floating else np.dtype(dtype.storage)
-
-
 def _toward_zero(a: Array, b: Array) -> Array:
     down = np.floor_divide(a, b)
     return np.asarray(down + ((down < 0) & (down * b != a)).astype(down.dtype))
@@ -73,12 +69,9 @@ def _toward_zero(a: Array, b: Array) -> Array:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **numbers.BINARY,
-    **{kind: partial(function, numbers.NumpyBuilder()) for kind, function in math.FUNCTIONS.items()},  # fast is exact
+    **numbers.UNARY,  # fast is exact
     "copy": np.asarray,
-    "neg": np.negative,
-    "abs": np.abs,
-    "not": np.logical_not,
-    "sqrt": np.sqrt,
+    "splat": np.asarray,
     "fma": numbers.fma,
     "ldexp": numbers.NumpyBuilder().ldexp,
     "philox": numbers.philox,
@@ -99,7 +92,7 @@ class _Machine:
         self.clock = Clock(function.threads)
         self.thread = np.arange(function.threads, dtype=np.int32)[:, None]
         pointers = {p.name: p for p in function.parameters if p.kind == "pointer"}
-        given = {p.of: (arguments[p.of], p.dtype) for p in pointers.values() if p.dtype is not None}
+        given = {p.of: (arguments[p.of], p.dtype) for p in pointers.values()}
         found = tensors(given, outputs, self.clock)
         self.views = {name: found[p.of] for name, p in pointers.items()}
         self.memories: dict[str, Memory] = {}
@@ -120,30 +113,28 @@ class _Machine:
             return self.thread.astype(np.int64) if p.of == "thread" else np.full((1, 1), kinds[p.of][p.axis], np.int64)
         raw, levels = self.arguments[p.of], self.levels.get(p.of, 1)
         if p.kind == "size":
-            sizes = (int(np.prod(raw.shape[:levels])), *raw.shape[levels:])
-            value = sizes[p.axis]
+            value = sizes_of(raw, levels)[p.axis]
         else:
             value = {"stride": lambda: raw.strides[p.axis] // raw.itemsize, "extent": lambda: max(raw.shape[p.axis], 1),
                      "scalar": lambda: raw}[p.kind]()  # fmt: skip
-        return np.full((1, 1), value, _kind(p.dtype))
+        return np.full((1, 1), value, p.dtype.values)
 
     def arrays(self) -> dict[str, Memory]:
         """The arrays of an instance, which nobody has written yet."""
-        made = {}
-        whole: Places | None = None
         if self.arena is not None:
             ends = [self.arena[a.name] + a.elements * a.dtype.itemsize for a in self.function.arrays if a.shared]
             whole = Places(max(ends, default=0), written=False, clock=self.clock)
             together = np.full(max(ends, default=0), 0xFF, np.uint8)
+        made = {}
         for a in self.function.arrays:
             kind = np.dtype(a.dtype.storage)
-            if whole is not None and a.shared and self.arena is not None:
+            if a.shared and self.arena is not None:
                 at, size = self.arena[a.name], a.elements * kind.itemsize
                 raw = together[at : at + size].view(kind)
                 made[a.name] = Memory(a.name, a.dtype, raw, whole, 0, at, kind.itemsize, array=True)
-                continue
-            places = Places(a.elements, written=False, clock=self.clock)
-            made[a.name] = Memory(a.name, a.dtype, np.full(a.elements, poison(kind), kind), places, array=True)
+            else:
+                places = Places(a.elements, written=False, clock=self.clock)
+                made[a.name] = Memory(a.name, a.dtype, np.full(a.elements, poison(kind), kind), places, array=True)
         return made
 
     # Statements -----------------------------------------------------------------------------------------------------
@@ -174,9 +165,9 @@ class _Machine:
                 self.barrier(s, active)
 
     def loop(self, s: For, active: Array) -> None:
-        for bound in (s.lo, s.hi, s.step):
+        for bound in s.decides:
             self.known(bound, active, "a loop's bound", None)
-        at, hi, step = (self.value(b, int64) for b in (s.lo, s.hi, s.step))
+        at, hi, step = (self.value(b, int64) for b in s.decides)
         active = active & (step > 0)
         while (inside := active & (at < hi)).any():
             self.values[s.var] = at
@@ -203,20 +194,18 @@ class _Machine:
             self.clock.warp[together.all(1)] += 1
 
     def assign(self, s: Assign, active: Array) -> None:
-        new, old = self.value(s.value, s.type.dtype), self.values[s.name]
-        key, unknown, i = s.name, self.unknown(s.value), 0
+        new, unknown, key = self.value(s.value, s.type.dtype), self.unknown(s.value), s.name
+        held: Any = self.values
+        at: Any = s.name
         if s.index is not None:
-            i = self.number(s.index)
-            key, registers, old = f"{s.name}[{i}]", old, old[i]
+            held, at = self.values[s.name], self.number(s.index)
+            key = f"{s.name}[{at}]"
         before = self.undefined.get(key)
         if not active.all():
-            new = np.where(active, new, old)
+            new = np.where(active, new, held[at])
             if unknown is not None or before is not None:
                 unknown = np.where(active, False if unknown is None else unknown, False if before is None else before)
-        if s.index is None:
-            self.values[s.name] = new
-        else:
-            registers[i] = new
+        held[at] = new
         self.define(key, unknown)
 
     # Memory ---------------------------------------------------------------------------------------------------------
@@ -243,7 +232,7 @@ class _Machine:
             memory.store(index, mask, thread, value, self.unknown(s.value), s.line)
             return
         found, unknown = memory.load(index, mask, thread, s.line)
-        kind = _kind(s.type.dtype)
+        kind = s.type.dtype.values
         if not mask.all():
             other = np.asarray(0 if s.count is not None else s.other, kind)
             found = np.where(mask, found, s.type.dtype.rounded(other) if s.type.dtype.floating else other)
@@ -264,7 +253,7 @@ class _Machine:
     def value(self, operand: Operand, dtype: DType) -> Array:
         if isinstance(operand, str):
             return np.asarray(self.values[operand])
-        return np.full((1, 1), operand, _kind(dtype))
+        return np.full((1, 1), operand, dtype.values)
 
     def number(self, operand: Operand) -> int:
         """An index that is known when compiling."""
@@ -292,7 +281,7 @@ class _Machine:
             return
         args = [self.value(a, boolean if s.op == "select" and i == 0 else source.dtype) for i, a in enumerate(s.args)]
         unknown = self._unknown_of(s, args) if self.undefined else None
-        self.values[s.name] = np.asarray(self.operation(s, args, active)).astype(_kind(s.type.dtype), copy=False)
+        self.values[s.name] = np.asarray(self.operation(s, args, active)).astype(s.type.dtype.values, copy=False)
         if self.undefined:
             self.define(s.name, unknown)
 
@@ -310,22 +299,17 @@ class _Machine:
             return np.asarray(found[0].any(1, keepdims=True))
         if s.op == "shuffle_xor":
             return self.exchanged(found[0], s.args[1])
-        together = found[0]
-        for more in found[1:]:
-            together = together | more
-        return np.asarray(together)
+        return np.asarray(reduce(np.logical_or, found))
 
     def exchanged(self, value: Array, mask: Operand) -> Array:
         return value if len(value) == 1 else value[self.thread[:, 0] ^ self.number(mask)]
 
     def operation(self, s: Let, args: list[Array], active: Array) -> Any:
         op, source = s.op, s.operands or s.type
-        if op in OPERATIONS and op not in ("max", "min"):
+        if op in SECOND and s.mode:
+            return SECOND[op](*args) if s.mode == "second" else OPERATIONS[op](*args, s.mode)
+        if op in OPERATIONS:
             return OPERATIONS[op](*args)
-        if op in ("max", "min"):
-            return SECOND[op](*args) if s.mode == "second" else numbers.BINARY[op](*args, s.mode or "propagate")
-        if op == "splat":
-            return args[0]
         if op == "iota":
             return args[0] + np.arange(s.type.lanes)
         if op == "below":
@@ -334,20 +318,13 @@ class _Machine:
             words = s.mode.split()
             return numbers.cast(args[0], source.dtype, s.type.dtype, words[0], "saturate" in words)
         if op == "bits":
-            return np.ascontiguousarray(args[0]).view(_kind(s.type.dtype))
+            return np.ascontiguousarray(args[0]).view(s.type.dtype.values)
         if op == "fold":
-            return self.fold(np.broadcast_to(args[0], (len(args[0]), source.lanes)), s.mode)
+            lanes = np.broadcast_to(args[0], (len(args[0]), source.lanes)).T
+            return numbers.by_halves(s.mode, lanes)[:, None]
         if op == "shuffle_xor":
             warps = active.reshape(-1, min(WARP, len(active)))
             if (warps.any(1) != warps.all(1)).any():
                 raise RaceError("a shuffle that not all threads of a warp reach", s.line)
             return self.exchanged(args[0], s.args[1])
         raise RunError(f"the emulator has no {op}", s.line)
-
-    @staticmethod
-    def fold(value: Array, combine: str) -> Array:
-        """Over the lanes, by halves."""
-        while value.shape[1] > 1:
-            half = value.shape[1] // 2
-            value = np.asarray(numbers.COMBINE[combine](value[:, :half], value[:, half:]))
-        return value

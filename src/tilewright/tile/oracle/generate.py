@@ -43,7 +43,12 @@ def sample(seed: int, size: int = 12) -> Sample:
     bounded = chance.random() < 0.7
     sizes = (None, Most(MOST) if bounded else width)
     views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
-    made = kernel(_body(random.Random(seed + 1), size), static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
+    second = random.Random(seed + 1)
+
+    def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
+        _Maker(random.Random(second.random()), t, (x, w, y, z, counts), a, k, size).run()
+
+    made = kernel(body, static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
     program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
     numbers, calm = np.random.default_rng(seed), chance.random() < 0.6  # one NaN in a row hides what a sum does
     arguments: dict[str, Any] = {
@@ -72,13 +77,6 @@ def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], u
     return wide[..., ::2]
 
 
-def _body(chance: random.Random, size: int) -> Callable[..., None]:
-    def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
-        _Maker(random.Random(chance.random()), t, (x, w, y, z, counts), a, k, size).run()
-
-    return body
-
-
 class _Maker:
     """Grows a pool of values and records effects on them."""
 
@@ -94,7 +92,7 @@ class _Maker:
 
     def run(self) -> None:
         t, chance = self.t, self.chance
-        self.pool.append(self.wide(t.load(self.w[self.at])))
+        self.pool.append(t.load(self.w[self.at]).f32())
         if chance.random() < 0.4:
             self.pool.append(t.load(self.x[self.at], mask=self.col < self.k + 3, other=chance.choice((0, 2.5, -1))))
         steps = [self.arithmetic] * 8 + [self.fold] * 3 + [self.loop, self.conditional, self.memory, self.square] * 1
@@ -108,9 +106,6 @@ class _Maker:
 
     def pick(self) -> Any:
         return self.chance.choice(self.pool[-8:])
-
-    def wide(self, v: Any) -> Any:
-        return v.f32()
 
     def narrow(self, v: Any, dtype: DType) -> Any:
         if dtype.integer:

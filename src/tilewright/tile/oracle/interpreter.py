@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from tilewright.tile import dtypes, numbers
 from tilewright.tile.dtypes import Array
 from tilewright.tile.errors import RunError
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region
-from tilewright.tile.lower import math
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first
+from tilewright.tile.oracle.memory import poison, sizes_of
 
 EXACT: dict[str, Callable[[Array], Array]] = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "rint": np.rint, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
@@ -73,8 +74,7 @@ def run(
 class _Machine:
     def __init__(
         self, program: Program, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
-        order: Order,
-        real: Any,
+        order: Order, real: Any,
     ) -> None:  # fmt: skip
         self.program, self.arguments, self.order, self.real = program, arguments, order, real
         self.grid = (*grid, 1, 1, 1)[:3]
@@ -83,9 +83,8 @@ class _Machine:
         self.cells: dict[int, Array] = {}
         self.written: dict[str, Array] = {}
         for name in outputs:
-            raw = arguments[name]
-            raw[...] = np.frombuffer(b"\xff" * raw.itemsize, raw.dtype)[0] if raw.dtype != np.bool_ else True
-            self.written[name] = np.zeros(raw.shape, bool)
+            arguments[name][...] = poison(arguments[name].dtype)
+            self.written[name] = np.zeros(arguments[name].shape, bool)
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.place, self.frames, self.cells = place, {}, {}
@@ -137,8 +136,7 @@ class _Machine:
         if e.attrs["masked"]:
             mask = np.broadcast_to(self.value(e.args[view.rank]), shape)
         levels = raw.shape[: view.levels]
-        sizes = (int(np.prod(levels)), *raw.shape[view.levels :])
-        for axis, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+        for axis, (index, size) in enumerate(zip(indices, sizes_of(raw, view.levels), strict=True)):
             wrong = mask & ((index < 0) | (index >= size))
             if wrong.any():
                 bad = int(np.asarray(index)[wrong].flat[0])
@@ -159,8 +157,7 @@ class _Machine:
         return found.astype(self.real) if dtype.floating else found
 
     def _other(self, e: Node) -> Array:
-        kind = np.float32 if e.dtype.floating else np.dtype(e.dtype.storage)
-        value = np.asarray(e.attrs["other"], kind)
+        value = np.asarray(e.attrs["other"], e.dtype.values)
         return e.dtype.rounded(value) if e.dtype.floating else value
 
     def store(self, e: Node) -> None:
@@ -184,20 +181,9 @@ class _Machine:
         return max(size, 0)
 
     def value(self, node: Node) -> Array:
-        """The value of a node, computed where it is not known yet; without recursion, for chains are long."""
-        waiting = [node]
-        while waiting:
-            top = waiting[-1]
-            frame = self.frames[top.region]
-            if top in frame:
-                waiting.pop()
-                continue
-            missing = [a for a in (*top.args, *top.limits) if a not in self.frames[a.region]]
-            if missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            frame[top] = self.compute(top, [self.frames[a.region][a] for a in top.args])
+        """The value of a node, computed where it is not known yet."""
+        for one in operands_first(node, lambda n: n in self.frames[n.region]):
+            self.frames[one.region][one] = self.compute(one, [self.frames[a.region][a] for a in one.args])
         return self.frames[node.region][node]
 
     def compute(self, node: Node, args: list[Array]) -> Array:
@@ -209,16 +195,13 @@ class _Machine:
             return self._unary(a["kind"], args[0])
         if op == "const":
             return np.asarray(a["value"], self.real if node.dtype.floating else node.dtype.storage)
-        if op == "program_id":
-            return np.asarray(self.place[a["axis"]], np.int64)
-        if op == "num_programs":
-            return np.asarray(self.grid[a["axis"]], np.int64)
+        if op in ("program_id", "num_programs"):
+            return np.asarray((self.place if op == "program_id" else self.grid)[a["axis"]], np.int64)
         if op == "argument":
-            value = np.asarray(self.arguments[a["name"]], np.float32 if node.dtype.floating else np.int64)
+            value = np.asarray(self.arguments[a["name"]], node.dtype.values)
             return value.astype(self.real) if node.dtype.floating else value
         if op == "size":
-            levels, raw = self.program.views[a["view"]].levels, self.arguments[a["view"]]
-            sizes = (int(np.prod(raw.shape[:levels])), *raw.shape[levels:])
+            sizes = sizes_of(self.arguments[a["view"]], self.program.views[a["view"]].levels)
             return np.asarray(sizes[a["axis"]], np.int64)
         if op == "arange":
             return np.arange(self.extents(node)[0], dtype=np.int64)
@@ -247,9 +230,7 @@ class _Machine:
     def _unary(self, kind: str, x: Array) -> Array:
         if x.dtype == np.float64 and kind in EXACT:
             return np.asarray(EXACT[kind](x))
-        if kind in math.FUNCTIONS:
-            return math.FUNCTIONS[kind](numbers.NumpyBuilder(), x)
-        return np.asarray({"neg": np.negative, "abs": np.abs, "not": np.logical_not, "sqrt": np.sqrt}[kind](x))
+        return np.asarray(numbers.UNARY[kind](x))
 
     def _broadcast(self, node: Node, x: Array) -> Array:
         axes = node.attrs["axes"]
@@ -262,11 +243,10 @@ class _Machine:
         x = np.broadcast_to(x, self.extents(node.args[0]))
         moved = np.moveaxis(x, axis, 0)
         last = all(a == 1 for a in node.args[0].shape[axis + 1 :])
-        mine = (self.order.lanes, self.order.unroll, self.order.threads) if last else (1, 1, 1)
-        lanes, unroll, threads = mine
+        order = self.order if last else Order(block=self.order.block)
         kind = self.real if dtype.floating else np.dtype(dtype.storage)
-        block = self.order.block if combine == "sum" and dtype.floating else 0
-        found = fold(moved, combine, numbers.identity(combine, dtype), lanes, unroll, block, threads).astype(kind)
+        block, start = order.block if combine == "sum" and dtype.floating else 0, numbers.identity(combine, dtype)
+        found = fold(moved, combine, start, order.lanes, order.unroll, block, order.threads).astype(kind)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
 
@@ -280,24 +260,10 @@ def fold(x: Array, combine: str, identity: Any, lanes: int, unroll: int, block: 
     start = np.full(parts.shape[1:], identity, x.dtype)
     full, last = (parts[:-1], parts[-1:]) if rest else (parts, parts[:0])
     while block and len(full) > block:
-        full = np.stack([_one_by_one(function, start, full[i : i + block]) for i in range(0, len(full), block)])
-    total = _one_by_one(function, start, [*full, *last])
-    total = np.moveaxis(_by_halves(function, total, unroll).reshape(threads, lanes, *x.shape[1:]), 1, 0)
-    total = _by_halves(function, total, lanes)
+        full = np.stack([reduce(function, full[i : i + block], start) for i in range(0, len(full), block)])
+    total = numbers.by_halves(combine, reduce(function, [*full, *last], start))
+    total = np.moveaxis(total.reshape(threads, lanes, *x.shape[1:]), 1, 0)
+    total = numbers.by_halves(combine, total)
     while len(total) > 1:
         total = function(total[::2], total[1::2])
     return np.asarray(total[0])
-
-
-def _by_halves(function: Any, total: Array, count: int) -> Array:
-    """Fold the first axis: its first half and its second, until one is left."""
-    while count > 1:
-        count //= 2
-        total = function(total[:count], total[count : 2 * count])
-    return np.asarray(total[0])
-
-
-def _one_by_one(function: Any, total: Array, parts: Any) -> Array:
-    for part in parts:
-        total = function(total, part)
-    return total

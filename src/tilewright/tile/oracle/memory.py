@@ -16,12 +16,7 @@ import numpy as np
 
 from tilewright.tile.dtypes import Array, DType
 from tilewright.tile.errors import Line, RaceError, RunError
-
-WARP = 32
-
-
-def where_from(line: Line | None) -> str:
-    return f" at {line}" if line is not None else ""
+from tilewright.tile.ir.thread_uniform import WARP
 
 
 @dataclass
@@ -91,8 +86,9 @@ class Places:
         if wrong.any():
             i = int(np.flatnonzero(wrong)[0])
             (name, mine), (_, other) = self.lines[number], self.lines[line[i]]
-            raise RaceError(f"{name}, place {place[i]}: thread {who[i]} {did}{where_from(other)}, and thread {now[i]} "
-                            f"{does}{where_from(mine)}, with no barrier between", mine)  # fmt: skip
+            there, here = (f" at {found}" if found is not None else "" for found in (other, mine))
+            raise RaceError(f"{name}, place {place[i]}: thread {who[i]} {did}{there}, and thread {now[i]} "
+                            f"{does}{here}, with no barrier between", mine)  # fmt: skip
 
     def _note(self, past: Touched, place: Array, low: Array, high: Array, number: int) -> None:
         """Remember an access by the threads from `low` to `high`, as far as it adds to what may race later."""
@@ -151,7 +147,7 @@ class Memory:
     def load(self, index: Array, mask: Array, thread: Array, line: Line | None) -> tuple[Array, Array | None]:
         """(values, which of them nobody ever wrote, or None for none of them)."""
         if not mask.any():
-            return np.zeros(index.shape, self._kind), None
+            return np.zeros(index.shape, self.dtype.values), None
         found, places = self.at(index, mask, "load", line)
         if self.places.clock.threads > 1:
             self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=False)
@@ -164,10 +160,6 @@ class Memory:
         undefined = np.zeros(index.shape, bool)
         undefined[mask] = ~written.reshape(-1, self.size).all(1)
         return values, undefined
-
-    @property
-    def _kind(self) -> Any:
-        return np.float32 if self.dtype.floating else self.dtype.storage
 
     def store(
         self, index: Array, mask: Array, thread: Array, value: Array, undefined: Array | None, line: Line | None
@@ -207,15 +199,17 @@ def tensors(arguments: Mapping[str, tuple[Array, DType]], outputs: tuple[str, ..
         for n in group:
             low, whole, start, inside = flat[n]
             dense = bool(inside.all())
-            m = Memory(n, arguments[n][1], whole, places, start, (low - least) // unit, whole.itemsize // unit,
-                       None if dense else inside)  # fmt: skip
-            made[n] = m
-        for n in group:
+            m = made[n] = Memory(n, arguments[n][1], whole, places, start, (low - least) // unit,
+                                 whole.itemsize // unit, None if dense else inside)  # fmt: skip
             if n in outputs:
-                m = made[n]
-                own = np.flatnonzero(flat[n][3])
+                own = np.flatnonzero(inside)
                 places.written[(m.first + own[:, None] * m.size + np.arange(m.size)).reshape(-1)] = False
     return made
+
+
+def sizes_of(raw: Array, levels: int) -> tuple[int, ...]:
+    """The sizes of a view's axes, of which an array stores the first as so many."""
+    return (math.prod(raw.shape[:levels]), *raw.shape[levels:])
 
 
 def _sharing(extents: Mapping[str, tuple[int, int]]) -> list[list[str]]:

@@ -3,31 +3,19 @@ are called here, is the target's business; see `cpu`, `cuda`."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
+
+import numpy as np
 
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import (
-    Assign,
-    Barrier,
-    Declare,
-    If,
-    Let,
-    Load,
-    Operand,
-    Print,
-    Statement,
-    Store,
-    Type,
-)
+from tilewright.tile.instr.record import SCALARS
+from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Print, Statement, Store, Type
 from tilewright.tile.ir.tile_ir import COMPARISONS
 
-SCALARS = {
-    "bool": "bool", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32", "int64": "i64", "float32": "f32",
-    "float16": "u16", "bfloat16": "u16", "float8_e4m3fn": "u8",
-}  # fmt: skip
-"""The C++ types of scalars, and of memory (but for bool, which is a byte there)."""
 INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "quot": "/", "rem": "%",
@@ -36,6 +24,12 @@ CALLS = {
     "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div",
     "mod": "floor_mod", "mulhi": "mulhi", "philox": "philox",
 }  # fmt: skip
+
+
+def symbol_of(name: str, text: str) -> str:
+    """The symbol of a kernel: with a hash of all that it is made of, so that two never share one."""
+    plain = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_") or "kernel"  # `<lambda>` is one
+    return f"tile_{plain}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def c_type(type: Type) -> str:
@@ -85,8 +79,9 @@ def expression(s: Let) -> str:
     source = s.operands or s.type
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
-    if s.op in _ACROSS and s.type.lanes == source.lanes == 1:
-        return _of_one_lane(s, source)
+    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
+        value = operand(s.args[0], source)
+        return f"0 < {value}" if s.op == "below" else value
     if s.op == "splat":
         value = operand(s.args[0], Type(source.dtype))
         plain = source.dtype.computes or source.dtype == boolean
@@ -109,16 +104,16 @@ def expression(s: Let) -> str:
     if s.op == "cast":
         return _cast(s, source, args[0])
     if s.op == "bits":
-        return (
-            f"({c_type(s.type)}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({c_type(s.type)}, {args[0]})"
-        )
-    if s.op in ("shl", "shr") and not _shifts_within(s.args[1], source.dtype):
+        to = c_type(s.type)
+        return f"({to}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({to}, {args[0]})"
+    by = s.args[-1]
+    if s.op in ("shl", "shr") and (isinstance(by, str) or not 0 <= by < 8 * source.dtype.itemsize):
         name = "shift_left" if s.op == "shl" else "shift_right"
         return f"{name}<{c_type(s.type)}, {SCALARS[s.type.dtype.name]}>({', '.join(args)})"
     if s.op in INFIX:
-        if s.type.lanes > 1 and source.dtype != int64:  # scalars spread by themselves
-            args = [literal(a, source.dtype) if _spreads(a, source.dtype, s.args) else t
-                    for a, t in zip(s.args, args, strict=True)]  # fmt: skip
+        if s.type.lanes > 1 and source.dtype == float32 and any(isinstance(a, str) for a in s.args):
+            args = [t if isinstance(a, str) or not math.isfinite(a) else literal(a, float32)
+                    for a, t in zip(s.args, args, strict=True)]  # finite scalars spread by themselves  # fmt: skip
         text = f"{args[0]} {INFIX[s.op]} {args[1]}"
         return f"mask_of({text})" if s.op in COMPARISONS and s.type.lanes > 1 and source.dtype == int64 else text
     if s.op in ("max", "min"):
@@ -134,29 +129,12 @@ def expression(s: Let) -> str:
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 
-_ACROSS = ("splat", "iota", "below", "fold")
-
-
-def _of_one_lane(s: Let, source: Type) -> str:
-    """What crosses lanes, where a vector is a scalar."""
-    value = operand(s.args[0], source)
-    return f"0 < {value}" if s.op == "below" else value
-
-
-def _shifts_within(by: Operand, dtype: DType) -> bool:
-    return not isinstance(by, str) and 0 <= by < 8 * dtype.itemsize
-
-
-def _spreads(value: Operand, dtype: DType, all_args: tuple[Operand, ...]) -> bool:
-    return (
-        not isinstance(value, str) and dtype in (float32,) and math.isfinite(float(value))
-        and any(isinstance(a, str) for a in all_args)
-    )  # fmt: skip
+_TEST = Type(boolean)
 
 
 def _select(s: Let) -> str:
     a, b = (operand(x, s.type) for x in s.args[1:])
-    test = str(s.args[0]) if isinstance(s.args[0], str) else literal(s.args[0], boolean)
+    test = operand(s.args[0], _TEST)
     return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
 
 
@@ -227,7 +205,7 @@ def _load(s: Load) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}]"
         if s.mask is not None:
-            text = f"{_test(s.mask)} ? {text} : {_other(s)}"
+            text = f"{operand(s.mask, _TEST)} ? {text} : {_other(s)}"
         return f"({text}) != 0" if s.type.dtype == boolean else text
     vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
     if s.scattered:
@@ -249,14 +227,13 @@ def _store(s: Store) -> str:
     value = operand(s.value, s.type)
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}] = {value};"
-        return text if s.mask is None else f"if ({_test(s.mask)}) {text}"
+        return text if s.mask is None else f"if ({operand(s.mask, _TEST)}) {text}"
     vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
     if s.type.dtype == boolean:
         value = f"bytes_of_mask({value})"
     if s.scattered:
-        masked = s.mask is not None
-        return (f"store_at_where({s.memory}, {s.index}, {s.mask}, {value});" if masked
-                else f"store_at({s.memory}, {s.index}, {value});")  # fmt: skip
+        where, mask = ("_where", f"{s.mask}, ") if s.mask is not None else ("", "")
+        return f"store_at{where}({s.memory}, {s.index}, {mask}{value});"
     if s.mask is not None:
         return f"store_where({_place(s)}, {s.stride}, {s.mask}, {value});"
     if s.count is not None:
@@ -281,19 +258,12 @@ def _aligned(s: Load | Store) -> str:
     return f", {s.align}" if s.align else ""
 
 
-def _test(mask: Operand) -> str:
-    return mask if isinstance(mask, str) else literal(mask, boolean)
-
-
 def _other(s: Load) -> str:
     """What a masked-off element is, in the bits of memory."""
-    import numpy as np
-
     dtype = s.type.dtype
     if dtype == float32:
         return literal(s.other, dtype)
-    kind = np.float32 if dtype.floating else np.dtype(dtype.storage)
-    bits = dtype.encode(np.asarray(s.other, kind))
+    bits = dtype.encode(np.asarray(s.other, dtype.values))
     if dtype.name == "float16":
         bits = np.asarray(bits).view(np.uint16)
     return str(int(np.asarray(bits).item()))

@@ -5,14 +5,12 @@ The generated code includes no header: neither libc's nor a vendor's.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterable, Sequence
 
 from tilewright.tile.instr import convert, x86
-from tilewright.tile.instr.record import needed
+from tilewright.tile.instr.record import SCALARS, needed
 from tilewright.tile.ir.thread_ir import Function, Parameter
-from tilewright.tile.render.c import SCALARS, element, statements
+from tilewright.tile.render.c import element, statements, symbol_of
 
 RECORDS = (*x86.ARITHMETIC, *x86.FOLDS, *convert.RECORDS, *x86.MEMORY)
 TYPES = """typedef float f32; typedef signed char i8; typedef unsigned char u8; typedef unsigned short u16;
@@ -47,7 +45,7 @@ def source(function: Function, features: Iterable[str], *, where: bool = True) -
 
 
 def sources(functions: Sequence[Function], features: Iterable[str], *, where: bool = True) -> tuple[str, list[str]]:
-    """(C++ source, symbols) of several kernels in one file. A symbol holds its text's hash, so two never share one.
+    """(C++ source, symbols) of several kernels in one file.
 
     Args:
         where: name the author's lines in comments.
@@ -62,8 +60,7 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
     for function, body, code in zip(functions, bodies, plain, strict=True):
         # Comments name lines, which move while the kernel stays the same, and so does its place in the store.
         told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
-        name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"  # `<lambda>` is one
-        symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+        symbol = symbol_of(function.name, told)
         if symbol not in symbols:
             parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
         symbols.append(symbol)
@@ -76,21 +73,17 @@ def _arguments(parameters: list[Parameter], symbol: str) -> str:
 
 
 def _field(p: Parameter) -> str:
-    assert p.dtype is not None
-    return f"{element(p.dtype)}*" if p.kind == "pointer" else "double" if _padded(p) else SCALARS[p.dtype.name]
-
-
-def _padded(p: Parameter) -> bool:
     """Every field is 8 bytes: a float32 travels as a double, which holds it exactly."""
-    return p.dtype is not None and p.dtype.name == "float32"
+    if p.kind == "pointer":
+        return f"{element(p.dtype)}*"
+    return "double" if p.dtype.name == "float32" else SCALARS[p.dtype.name]
 
 
 def _driver(function: Function, symbol: str, body: str) -> list[str]:
     size, places = 0, []
     for array in function.arrays:
-        places.append(
-            f"      {element(array.dtype)}* const {array.name} = ({element(array.dtype)}*)(scratch + {size});"
-        )
+        kind = element(array.dtype)
+        places.append(f"      {kind}* const {array.name} = ({kind}*)(scratch + {size});")
         size += -(-array.elements * array.dtype.itemsize // 64) * 64
     out = []
     if size:
@@ -106,11 +99,9 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
     out.append(f'extern "C" void {symbol}(const Args_{symbol}* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
     for p in function.parameters:
         if p.kind == "pointer":
-            assert p.dtype is not None
             const = "const " if p.of in function.read_only else ""
             out.append(f"  {const}{element(p.dtype)}* const {p.name} = args->{p.name};")
         elif p.kind != "builtin":
-            assert p.dtype is not None
             out.append(f"  const {SCALARS[p.dtype.name]} {p.name} = ({SCALARS[p.dtype.name]})args->{p.name};")
     out += ["#pragma omp parallel num_threads(threads) if(threads > 1)", "  {"]
     if size:

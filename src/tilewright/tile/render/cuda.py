@@ -6,14 +6,12 @@ A block is `threads` wide and `instances` deep; instances are numbered along the
 
 from __future__ import annotations
 
-import hashlib
-import re
 from dataclasses import dataclass
 
 from tilewright.tile.instr import nvidia
-from tilewright.tile.instr.record import needed
+from tilewright.tile.instr.record import SCALARS, needed
 from tilewright.tile.ir.thread_ir import Function, Parameter
-from tilewright.tile.render.c import SCALARS, element, statements
+from tilewright.tile.render.c import element, statements, symbol_of
 
 GRID = ("grid0", "grid1", "grid2")
 
@@ -38,14 +36,13 @@ def source(function: Function, offsets: dict[str, int], shared: int, *, where: b
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
     shape = f"{function.threads} {function.instances}"
     told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
-    name = re.sub(r"[^0-9A-Za-z]+", "_", function.name).strip("_") or "kernel"
-    symbol = f"tile_{name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    symbol = symbol_of(function.name, told)
     parts = ["// made by tilewright.tile", *head, ""]
     parts.append(f'extern "C" __global__ void __launch_bounds__({function.threads * function.instances})')
     given = [_argument(p, p.of in function.read_only) for p in arguments(function)]
     parts.append(f"{symbol}({', '.join([*given, *(f'const i64 {g}' for g in GRID)])}) {{")
     wrapped = [p for p in arguments(function) if p.kind == "pointer" and p.of in function.read_only]
-    parts += [f"  const ReadOnly<{_element(p)}> {p.name} = {{{p.name}_}};" for p in wrapped]
+    parts += [f"  const ReadOnly<{element(p.dtype)}> {p.name} = {{{p.name}_}};" for p in wrapped]
     parts += [*_places(function), *_arrays(function, offsets, shared), body, "}", ""]
     return Source("\n".join(parts), symbol, shared * function.instances)
 
@@ -55,16 +52,10 @@ def arguments(function: Function) -> list[Parameter]:
     return [p for p in function.parameters if p.kind != "builtin"]
 
 
-def _element(p: Parameter) -> str:
-    assert p.dtype is not None
-    return element(p.dtype)
-
-
 def _argument(p: Parameter, read_only: bool) -> str:
-    assert p.dtype is not None
     if p.kind != "pointer":
         return f"const {SCALARS[p.dtype.name]} {p.name}"
-    return f"const {_element(p)}* const {p.name}_" if read_only else f"{_element(p)}* const {p.name}"
+    return f"const {element(p.dtype)}* const {p.name}_" if read_only else f"{element(p.dtype)}* const {p.name}"
 
 
 def _places(function: Function) -> list[str]:

@@ -45,10 +45,7 @@ class Memory:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the view's axes."""
-        first = 1
-        for n in self.shape[: self.levels]:
-            first *= n
-        return (first, *self.shape[self.levels :])
+        return (math.prod(self.shape[: self.levels]), *self.shape[self.levels :])
 
 
 def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory:
@@ -127,7 +124,9 @@ def type_of(memory: Memory, *, most: Mapping[int, int] | None = None) -> ViewTyp
 
 def pack(parameters: list[Parameter], memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> bytes:
     """The fields of a compiled kernel's `Args`, 8 bytes each."""
-    values = [value_of(p, memories, scalars) for p in parameters]
+    found = all_values(memories, scalars) | {f"p_{name}": m.address for name, m in memories.items()}
+    with np.errstate(over="ignore"):
+        values = [float(np.float32(found[p.name])) if is_real(p) else int(found[p.name]) for p in parameters]
     return struct.pack(f"={''.join('d' if is_real(p) else 'q' for p in parameters)}", *values)
 
 
@@ -136,28 +135,13 @@ def is_real(p: Parameter) -> bool:
     return p.kind == "scalar" and p.dtype == dtypes.float32
 
 
-def value_of(p: Parameter, memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> int | float:
-    """What a call passes for one parameter."""
-    if p.kind == "scalar":
-        with np.errstate(over="ignore"):
-            return float(np.float32(scalars[p.of])) if is_real(p) else int(scalars[p.of])
-    m = memories[p.of]
-    if p.kind == "size":
-        return m.sizes[p.axis]
-    if p.kind == "stride":
-        return m.strides[p.axis]
-    if p.kind == "extent":
-        return max(m.shape[p.axis], 1)  # only ever divided by
-    return m.address
-
-
 def all_values(memories: Mapping[str, Memory], scalars: Mapping[str, float]) -> dict[str, int | float]:
     """What a call passes for any parameter but a pointer that a kernel of these arguments can have, by its name."""
     found = dict[str, int | float]()
     for name, m in memories.items():
         found |= {f"n{i}_{name}": n for i, n in enumerate(m.sizes)}
         found |= {f"s{i}_{name}": s for i, s in enumerate(m.strides)}
-        found |= {f"e{i}_{name}": max(n, 1) for i, n in enumerate(m.shape)}
+        found |= {f"e{i}_{name}": max(n, 1) for i, n in enumerate(m.shape)}  # only ever divided by
     return found | {f"a_{name}": value for name, value in scalars.items()}
 
 

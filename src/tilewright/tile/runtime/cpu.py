@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tilewright.tile.ir.thread_ir import Function
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cpu as render
-from tilewright.tile.runtime.forked import in_child, is_child
+from tilewright.tile.runtime.forked import is_child
 from tilewright.tile.runtime.store import Store, compiler_digest
 from tilewright.tile.runtime.target import Cpu, need_compiler, this_cpu
 
@@ -33,16 +32,7 @@ FLAGS = (
 )  # fmt: skip
 """Never -ffast-math: it would drop the rounding that the language fixes."""
 SECONDS = 120
-_lock = threading.Lock()
 _loaded: dict[str, list[Compiled]] = {}
-
-
-def _renew() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-in_child(_renew)
 
 
 class Compiled:
@@ -76,9 +66,8 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
     told = [f"{p.name}\0{program_text(p)}" for p in programs]
     parts = (*told, str(target), tool.path, tool.version, " ".join(flags), compiler_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    with _lock:
-        if key in _loaded:
-            return _loaded[key]
+    if key in _loaded:
+        return _loaded[key]
     functions = [lower(p, render.lanes_of(target.features)) for p in programs]
     text, symbols = render.sources(functions, target.features)
     store = Store()
@@ -90,9 +79,7 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
         raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
     finally:
         store.release(path)
-    made = [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)]
-    with _lock:
-        return _loaded.setdefault(key, made)
+    return _loaded.setdefault(key, [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)])
 
 
 def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ import math
 import re
 import struct
 import sys
-import threading
 from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_uint, c_void_p
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -38,7 +37,6 @@ from tilewright.tile.sync.shared import PLAIN, Arena, arrange, most_bytes, most_
 LIBRARY = "libcuda.so.1"
 MOST_BLOCKS = 2**31 - 1
 MAJOR, MINOR, MAX_DYNAMIC_SHARED = 75, 76, 8
-_lock = threading.Lock()
 _made: dict[str, Compiled] = {}
 
 
@@ -194,13 +192,10 @@ def compile(program: Program, schedule: Schedule | None = None, arch: str = "") 
         raise LowerError(f"{target!r} is no architecture; needs one such as sm_90")
     parts = (program.name, program_text(program), repr(chosen), target, nvrtc.version(), compiler_digest())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    with _lock:
-        if key in _made:
-            return _made[key]
+    if key in _made:
+        return _made[key]
     function, source = text_of(program, chosen, target)
-    made = Compiled(function, source, _kept(key, source, target), target, {})
-    with _lock:
-        return _made.setdefault(key, made)
+    return _made.setdefault(key, Compiled(function, source, _kept(key, source, target), target, {}))
 
 
 def _kept(key: str, source: render.Source, arch: str) -> Cubin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 FORKED_FLAG = 0x40
@@ -20,7 +19,6 @@ def _is_child() -> bool:
 
 
 _child = _is_child()
-_renewals: list[Callable[[], None]] = []
 
 
 def is_child() -> bool:
@@ -28,16 +26,9 @@ def is_child() -> bool:
     return _child
 
 
-def in_child(renew: Callable[[], None]) -> None:
-    """Call `renew` in each child from now on: for locks, which another thread of the parent may have held."""
-    _renewals.append(renew)
-
-
 def _after_fork() -> None:
     global _child
     _child = True
-    for renew in _renewals:
-        renew()
 
 
 if hasattr(os, "register_at_fork"):

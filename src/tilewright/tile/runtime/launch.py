@@ -26,7 +26,7 @@ from tilewright.tile.runtime.overlap import check_overlap
 SERIAL_BYTES = 1 << 16
 
 
-def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -> None:
     """Compile for these arguments where that is new, and run where the tensors are: on the CPU, or on a GPU, on torch's
     current stream.
 
@@ -64,10 +64,14 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], named: 
     program = kernel.trace(types)
     _check(program, memories, scalars)
     if device != "cpu":
-        _on_gpu(program, int(device.partition(":")[2] or 0), counts, memories, scalars)
+        index = int(device.partition(":")[2] or 0)
+        there = cuda.compile(program, arch=cuda.Driver.get().arch(index))
+        if 0 not in counts:
+            with sys.modules["torch"].cuda.device(index):  # whose tensors these are
+                there(pack(there.parameters, memories, scalars), counts)
         return
     compiled = cpu.compile(program)
-    moved = sum(_bytes(m) for m in memories.values())
+    moved = sum(m.dtype.itemsize * math.prod(m.shape) for m in memories.values())
     threads = 1 if moved <= SERIAL_BYTES else len(os.sched_getaffinity(0))
     if 0 not in counts:
         compiled(pack(compiled.parameters, memories, scalars), counts, threads)
@@ -79,16 +83,6 @@ def _device(kernel: Kernel, memories: Mapping[str, Memory]) -> str:
     if len(found) > 1:
         raise TileError(f"{kernel.name}: " + ", ".join(f"{n} is on {d}" for d, n in found.items()))
     return next(iter(found), "cpu")
-
-
-def _on_gpu(
-    program: Program, index: int, counts: tuple[int, int, int], memories: Mapping[str, Memory],
-    scalars: Mapping[str, Any],
-) -> None:  # fmt: skip
-    compiled = cuda.compile(program, arch=cuda.Driver.get().arch(index))
-    if 0 not in counts:
-        with sys.modules["torch"].cuda.device(index):  # whose tensors these are
-            compiled(pack(compiled.parameters, memories, scalars), counts)
 
 
 def _grid(kernel: Kernel, grid: Any) -> tuple[int, int, int]:
@@ -140,17 +134,3 @@ def _scalar(value: Any) -> Argument:
             raise TileError(f"{short(value)} does not fit int64")
         return dtypes.int64
     raise TileError(f"{value!r} is neither a tensor nor a number")
-
-
-def _bytes(memory: Memory) -> int:
-    return memory.dtype.itemsize * math.prod(memory.shape)
-
-
-class Grid:
-    """`kernel[grid]`, waiting for its arguments."""
-
-    def __init__(self, kernel: Kernel, grid: tuple[int, ...]) -> None:
-        self.kernel, self.grid = kernel, grid
-
-    def __call__(self, *args: Any, **named: Any) -> None:
-        launch(self.kernel, self.grid, args, named)

@@ -102,12 +102,8 @@ class Nvrtc:
     def compile(self, text: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
         """(cubin, log)"""
         program, given = c_void_p(), [*flags, "-default-device"]  # else a generic lambda is a host function before 13.5
-        self._check(
-            self.library.nvrtcCreateProgram(
-                byref(program), c_char_p(text.encode()), c_char_p(name.encode()), 0, None, None
-            ),
-            name,
-        )
+        source, title = c_char_p(text.encode()), c_char_p(name.encode())
+        self._check(self.library.nvrtcCreateProgram(byref(program), source, title, 0, None, None), name)
         try:
             array = (c_char_p * len(given))(*(flag.encode() for flag in given))
             code = self.library.nvrtcCompileProgram(program, len(given), array)

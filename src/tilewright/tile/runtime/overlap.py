@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,19 +48,13 @@ def share(a: Memory, b: Memory) -> bool:
         return True
 
 
-class _Interface:
-    """Memory that numpy may reason about, and does not read."""
-
-    def __init__(self, memory: Memory) -> None:
-        size = memory.dtype.itemsize
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3, "typestr": f"|V{size}", "shape": memory.shape, "data": (memory.address, True),
-            "strides": tuple(size * s for s in memory.strides),
-        }  # fmt: skip
-
-
 def _stand_in(memory: Memory) -> Any:
-    return np.asarray(_Interface(memory))
+    """Memory that numpy may reason about, and does not read."""
+    size = memory.dtype.itemsize
+    return np.asarray(SimpleNamespace(__array_interface__={
+        "version": 3, "typestr": f"|V{size}", "shape": memory.shape, "data": (memory.address, True),
+        "strides": tuple(size * s for s in memory.strides),
+    }))  # fmt: skip
 
 
 def _same_elements(a: Memory, b: Memory) -> bool:

@@ -127,17 +127,13 @@ class Store:
 
     def _trim(self, keep: Path) -> None:
         """Remove what was least lately written, beyond the most bytes, and what killed processes left behind."""
-        old = time.time() - LEFTOVER_SECONDS
-        for path in self.where.glob(".*.so"):
-            try:
-                if path.stat().st_mtime < old:
-                    path.unlink()
-            except OSError:
-                continue
-        found = []
+        old, found = time.time() - LEFTOVER_SECONDS, []
         for path in self.where.glob("*.so"):
             try:
                 status = path.stat()
+                if path.name.startswith(".") and status.st_mtime < old:
+                    path.unlink()
+                    continue
             except OSError:
                 continue
             found.append((status.st_mtime, status.st_size, path))

@@ -86,8 +86,7 @@ class Effects:
 
     def differs(self, compound: For | If, scope: str) -> bool:
         """Whether a barrier of this scope may not stand inside, since some threads might not come there."""
-        bounds = (compound.condition,) if isinstance(compound, If) else (compound.lo, compound.hi, compound.step)
-        bits = self.uniform.bits(*bounds)
+        bits = self.uniform.bits(*compound.decides)
         return bool(bits if scope == "block" else bits & WARP - 1)
 
 
@@ -149,7 +148,8 @@ class _Residues:
         dense = step == lanes * stride if isinstance(stride, int) and not unit else (step, unit) == (lanes, stride)
         if step < 1 or not (dense or lanes == 1):
             return False
-        dealt = _Dealt(unit, self.threads * step, set() if again else {c.var for c in _common(a, b)}, again)
+        common = {c.var for c in a.path if isinstance(c, For) and any(c is d for d in b.path)}
+        dealt = _Dealt(unit, self.threads * step, set() if again else common, again)
         rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, dealt)} for t in terms]
         inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
         left = [self._modulo(t, dealt) for t in inner]
@@ -264,11 +264,6 @@ class _Dealt:
     period: int
     steady: set[str]
     again: bool
-
-
-def _common(a: Access, b: Access) -> list[For]:
-    """The loops around both."""
-    return [c for c in a.path if isinstance(c, For) and any(c is other for other in b.path)]
 
 
 def _plain(operand: Operand) -> int:
