@@ -63,20 +63,9 @@ def norm_int8(t: Any, x: Any, r: Any, w: Any, h: Any, q: Any, s: Any, eps: Any) 
 
 
 @tile.kernel(static={"x": (1,)})
-def norm_int8_inverse(t: Any, x: Any, r: Any, w: Any, h: Any, q: Any, s: Any, eps: Any) -> None:
-    row, col = t.program_id(0), t.arange(x.shape[1])
-    total = (t.load(x[row, col]).f32() + t.load(r[row, col]).f32()).to(h.dtype)
-    t.store(h[row, col], total)
-    v = total.f32()
-    n = v * t.rsqrt(t.mean(v * v) + eps) * t.load(w[col]).f32()
-    scale = t.maximum(t.max(t.abs(n)) / 127.0, 1e-10)
-    t.store(s[row], scale)
-    t.store(q[row, col], (n * (1.0 / scale)).to(q.dtype, round="nearest_even", saturate=True))
-
-
-@tile.kernel(static={"x": (1,)})
 def norm_int8_once(t: Any, x: Any, r: Any, w: Any, h: Any, q: Any, s: Any, eps: Any) -> None:
-    """The largest is looked for before the row is normed, in the pass that sums its squares."""
+    """The largest is looked for before the row is normed, in the pass that sums its squares: one pass and one barrier
+    less, and a division a row."""
     row, col = t.program_id(0), t.arange(x.shape[1])
     total = (t.load(x[row, col]).f32() + t.load(r[row, col]).f32()).to(h.dtype)
     t.store(h[row, col], total)
@@ -170,9 +159,10 @@ class Kind:
 KINDS = {
     "norm": Kind(norm, ("x", "w"), (("y", ""),), t_norm, True),
     "norm_residual": Kind(norm_residual, ("x", "r", "w"), (("h", ""), ("y", "")), t_norm_residual, True),
-    "norm_int8_inverse": Kind(norm_int8_inverse, ("x", "r", "w"), (("h", ""), ("q", "int8"), ("s", "float32")), t_norm_int8, True),
-    "norm_int8_once": Kind(norm_int8_once, ("x", "r", "w"), (("h", ""), ("q", "int8"), ("s", "float32")), t_norm_int8, True),
     "norm_int8": Kind(norm_int8, ("x", "r", "w"), (("h", ""), ("q", "int8"), ("s", "float32")), t_norm_int8, True),
+    "norm_int8_once": Kind(
+        norm_int8_once, ("x", "r", "w"), (("h", ""), ("q", "int8"), ("s", "float32")), t_norm_int8, True
+    ),
     "swiglu": Kind(swiglu, ("x", "up"), (("y", ""),), t_swiglu),
     "gelu": Kind(gelu, ("x",), (("y", ""),), t_gelu),
     "softmax": Kind(row_softmax, ("x",), (("y", ""),), t_softmax),
