@@ -28,7 +28,7 @@ from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.policy import Policy
 from tilewright.core.selection import guarded, weigh
-from tilewright.tune import classes, pool, tune, wire
+from tilewright.tune import classes, others, pool, tune, wire
 from tilewright.tune.decide import Place, Times, choice, estimates, settled
 from tilewright.tune.pool import Limits, Pool, Worker, WorkerFailed
 from tilewright.tune.rounds import Effort, run
@@ -45,6 +45,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache directory of the test's own, here and in workers, and a process that remembers nothing."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(others, "LIMIT", 2.0)  # tests run beside tests
     forget()
     yield tmp_path / "cache"
     monkeypatch.undo()
@@ -426,6 +427,38 @@ def test_an_interrupted_run_goes_on_where_it_ended(fresh: Path, kernels: list[Ke
     lines = printed(report).splitlines()
     assert [line.split()[-2:] for line in lines[-2:]] == [["3", "before"], ["3", "now"]]
     assert not list(fresh.glob("*/.new-*"))
+
+
+@with_kernels("quick")
+def test_times_taken_on_a_busy_cpu_are_measured_again(
+    fresh: Path, kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(others, "LIMIT", 0.1)
+            report = tune_toys()
+            text = printed(report)
+    finally:
+        for process in spin:
+            process.kill()
+            process.wait()
+    assert 0.1 < report.classes[0].busy <= 1.0
+    assert "other processes took up to" in text
+    (again,) = tune_toys().classes
+    assert (again.kept, again.timed) == (0, 2), "the kernel and the reference"
+    (known,) = tune_toys().classes
+    assert (known.kept, known.timed) == (2, 0)
+
+
+def test_what_the_tuner_and_its_workers_do_is_not_put_down_to_others() -> None:
+    watch = others.Others(lambda: None)
+    before, end = os.times(), time.monotonic() + 0.5
+    while time.monotonic() < end:
+        sum(range(1000))
+    after = os.times()
+    mine = (after.user + after.system - before.user - before.system) / (0.5 * len(os.sched_getaffinity(0)))
+    assert watch.share() <= 1.05 - mine
 
 
 def test_unknown_names_are_refused() -> None:

@@ -77,6 +77,8 @@ def _of_workloads(names: Sequence[str] | None, workloads: Sequence[str], dtypes:
 
 
 def _print(report: Any) -> None:
+    from tilewright.tune import others
+
     table = Table(title=f"tuned on {report.device}", title_justify="left", box=None, pad_edge=False)
     for name in ("op", "shape", "dtype", "eager takes", "call us", "captured takes", "kernel us", "pairs timed"):
         table.add_column(name, no_wrap=True, justify="right" if name.endswith("us") else "left")
@@ -93,3 +95,9 @@ def _print(report: Any) -> None:
         cells.append(f"{c.timed} now" if c.timed else f"{c.kept} before")
         table.add_row(*cells)
     stdout().print(table)
+    disturbed = [c.busy for c in report.classes if c.busy > others.LIMIT]
+    if disturbed:
+        stdout().print(
+            f"rough: while {len(disturbed)} of {len(report.classes)} were measured, other processes took up to "
+            f"{max(disturbed):.0%} of the CPUs; the next `tilewright tune` measures them again"
+        )

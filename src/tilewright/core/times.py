@@ -38,6 +38,8 @@ class Time:
     kernel_error: float = 0.0
     date: str = ""
     shipped: bool = False
+    busy: float = 0.0
+    """The share of the CPUs that other processes took while a kernel of the CPU was measured, where that is much."""
 
     def us(self, metric: Metric) -> float:
         return self.call_us if metric == "call_us" else self.kernel_us
@@ -81,7 +83,7 @@ def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Devic
     here = _tuned(op, call_class).get(_place(device), {}).get(pair)
     if here is not None:
         errors = here.get("call_error", 0.0), here.get("kernel_error", 0.0)
-        return Time(here["call_us"], here["kernel_us"], *errors, here.get("date", ""))
+        return Time(here["call_us"], here["kernel_us"], *errors, here.get("date", ""), busy=here.get("busy", 0.0))
     there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(pair)
     return None if there is None else Time(there[0], there[1], shipped=True)
 
@@ -102,6 +104,7 @@ def record_many(measured: Mapping[tuple[Kernel, Config], Time], op: str, call_cl
             "call_error": round(time.call_error, 5),
             "kernel_error": round(time.kernel_error, 5),
             "date": evidence.today(),
+            **({"busy": round(time.busy, 2)} if time.busy else {}),
         }
         for pair, time in measured.items()
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tilewright.core.launch import Config
 from tilewright.core.op import Op
 from tilewright.core.policy import Policy
 from tilewright.core.selection import Selection, weigh
+from tilewright.tune import others
 from tilewright.tune.classes import Subject, subjects, variant
 from tilewright.tune.decide import Place
 from tilewright.tune.pool import LIMITS, Limits, Pool, WorkerFailed, alone_on
@@ -73,7 +74,8 @@ def tune(
         calls: tune exactly these calls (`calls_of(run)`, `explain(...).call`) instead of `ops`, `shapes` and `dtypes`.
         backends: names; every backend by default. The reference is timed beside them in any case.
         device: the first GPU if there is one, else the CPU.
-        force: measure pairs again whose times on this GPU, driver and compiler are known.
+        force: measure pairs again whose times on this GPU, driver and compiler are known. Without it those alone are
+            that were measured while other processes took the CPUs.
         progress: called before each step.
 
     Raises:
@@ -118,7 +120,7 @@ def _tune_class(
     every = pairs_of(call, backends)
     known = {
         pair for pair in every
-        if (t := times.find(pair.kernel, pair.config, call.op, cls, call.device)) is not None and not t.shipped
+        if (t := times.find(pair.kernel, pair.config, call.op, cls, call.device)) and not t.shipped and not t.busy
     }  # fmt: skip
     missing = [pair for pair in every if force or pair not in known]
     report.kept = len(every) - len(missing)
@@ -211,8 +213,11 @@ def _measure(
             return None
 
     with alone_on(call.device):
+        watch = others.Others(lambda: pool.runner.pid)
         timed = run(sampler, [pair.place for pair in pairs], effort)
-    measured = {(pairs[n].kernel, pairs[n].config): found for n, found in timed.times.items()}
+        report.busy = watch.share() if call.device.kind == "cpu" else 0.0
+    busy = report.busy if report.busy > others.LIMIT else 0.0
+    measured = {(pairs[n].kernel, pairs[n].config): replace(found, busy=busy) for n, found in timed.times.items()}
     if measured:
         times.record_many(measured, call.op, cls, call.device)
     report.rounds, report.timed = timed.rounds, len(measured)

@@ -62,6 +62,8 @@ class ClassReport:
     kept: int = 0
     rounds: int = 0
     seconds: float = 0.0
+    busy: float = 0.0
+    """On a CPU, the share of it that other processes took meanwhile, where that is known."""
 
 
 @dataclass
