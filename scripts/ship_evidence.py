@@ -60,7 +60,7 @@ def main(caches: list[str]) -> int:
         for key, places in entries(cache, "times"):
             for place, pairs in places.items():
                 found = {
-                    pair: [round(t["call_us"], 2), round(t["kernel_us"], 2)]
+                    pair: [t["call_us"] and round(t["call_us"], 2), round(t["kernel_us"], 2)]
                     for pair, t in pairs.items()
                     if any(pair.startswith(mark) for mark in current)
                 }

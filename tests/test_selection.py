@@ -165,6 +165,21 @@ def test_the_reference_does_not_win_by_times_that_outlived_a_kernels(make: Make)
     assert chosen(x) == "reference"
 
 
+def test_kernels_whose_calls_were_not_timed_are_told_apart_by_what_their_kernels_take(make: Make) -> None:
+    """Benchmarks of every config time kernels alone; the least that a call can take is no call's time."""
+    x = torch.randn(3, 21)
+    called, alone = make("called", -20), make("alone", -10)
+    cls = call_class(facts(x), dict(OP.options))
+    times.record(called, PLAIN, "l2_norm", cls, CPU, 30.0, 10.0)
+    times.record(alone, PLAIN, "l2_norm", cls, CPU, None, 12.0)
+    assert chosen(x) == "called"
+    times.record(alone, PLAIN, "l2_norm", cls, CPU, None, 8.0)
+    assert chosen(x) == "alone"
+    assert "kernels" in tw.explain(tw.l2_norm, x).why
+    times.record(alone, PLAIN, "l2_norm", cls, CPU, 40.0, 8.0)
+    assert chosen(x) == "called"
+
+
 def test_configs_are_chosen_by_time_too(make: Make) -> None:
     x = torch.randn(3, 19)
     kernel = make("quick", configs=(Config(n=1), Config(n=2), Config(n=3)))

@@ -37,7 +37,7 @@ def _row(candidate: Candidate, chosen: bool) -> list[str]:
         " >" if chosen else "  ",
         name,
         str(candidate.config or ""),
-        f"{time.call_us:.1f} us call" if time else "",
+        f"{time.call_us:.1f} us call" if time and time.call_us is not None else "",
         f"{time.kernel_us:.1f} us kernel" if time else "",
         standing,
     ]

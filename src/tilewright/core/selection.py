@@ -86,8 +86,9 @@ def weigh(
         if not reasons:
             _choose_config(candidate, call, layout, cls)
         candidates.append(candidate)
-    candidates.sort(key=lambda c: _order(c, metric))
-    chosen, why = _choose(candidates, backend, wanted, metric)
+    by = _told_apart_by(metric, candidates)
+    candidates.sort(key=lambda c: _order(c, by))
+    chosen, why = _choose(candidates, backend, wanted, by)
     notes = [note for note in (times.stale(call.op, cls, call.device), *_copies(call), *_load_failures()) if note]
     return Selection(call, cls, layout, candidates, chosen, why, notes, metric, epoch)
 
@@ -174,6 +175,13 @@ def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str) -> N
         best = min(u[2].kernel_us for u in timed if u[2])
         usable = [u for u in timed if u[2] and u[2].tied("kernel_us", best)]
     candidate.config, candidate.verdict, candidate.time = usable[0]
+
+
+def _told_apart_by(metric: Metric, candidates: list[Candidate]) -> Metric:
+    """Calls, where they were timed of every kernel whose time counts; else what its kernels take."""
+    known = [c.time for c in candidates if c.fits and c.time is not None]
+    shipped = all(time.shipped for time in known)
+    return "kernel_us" if any(time.call_us is None for time in known if time.shipped == shipped) else metric
 
 
 def _order(candidate: Candidate, metric: Metric) -> tuple[Any, ...]:

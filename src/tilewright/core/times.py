@@ -30,9 +30,9 @@ ALLOWANCE = 0.02
 @dataclass(frozen=True)
 class Time:
     """Microseconds of one call as the host sees it, and of its kernels on the device, each with its relative standard
-    error where that is known."""
+    error where that is known. Benchmarks of every config measure kernels alone: a call takes as long at the least."""
 
-    call_us: float
+    call_us: float | None
     kernel_us: float
     call_error: float = 0.0
     kernel_error: float = 0.0
@@ -42,7 +42,7 @@ class Time:
     """The share of the CPUs that other processes took while a kernel of the CPU was measured, where that is much."""
 
     def us(self, metric: Metric) -> float:
-        return self.call_us if metric == "call_us" else self.kernel_us
+        return self.kernel_us if metric == "kernel_us" or self.call_us is None else self.call_us
 
     def tied(self, metric: Metric, best_us: float) -> bool:
         """Whether it may be as fast as the best: not shown to be slower by more than the tie band."""
@@ -89,7 +89,7 @@ def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Devic
 
 
 def record(
-    kernel: Kernel, config: Config, op: str, call_class: str, device: Device, call_us: float, kernel_us: float
+    kernel: Kernel, config: Config, op: str, call_class: str, device: Device, call_us: float | None, kernel_us: float
 ) -> None:
     """Keep a measured time. The best of two runs' times is not taken: the newest stands."""
     record_many({(kernel, config): Time(call_us, kernel_us)}, op, call_class, device)
@@ -149,9 +149,9 @@ def forget() -> None:
 
 
 @cache
-def _shipped() -> dict[str, dict[str, dict[str, list[float]]]]:
-    """{arch: {"op class": {pair: [call_us, kernel_us]}}} from the files in tilewright/evidence/times."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+def _shipped() -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """{arch: {"op class": {pair: [call_us or null, kernel_us]}}} from the files in tilewright/evidence/times."""
+    found: dict[str, dict[str, dict[str, list[Any]]]] = {}
     folder = resources.files("tilewright") / "evidence" / "times"
     if folder.is_dir():
         for file in folder.iterdir():

@@ -231,7 +231,7 @@ def _times(pairs: Sequence[Pair], call: Call, cls: str) -> list[PairTime]:
     found = []
     for pair in pairs:
         known = times.find(pair.kernel, pair.config, call.op, cls, call.device)
-        if known is not None and not known.shipped:
+        if known is not None and known.call_us is not None and not known.shipped:
             names = (pair.kernel.backend, str(pair.kernel), str(pair.config))
             found.append(PairTime(*names, known.call_us, known.kernel_us))
     return sorted(found, key=lambda time: time.call_us)

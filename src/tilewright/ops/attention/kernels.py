@@ -93,7 +93,7 @@ TRITON_KERNELS = [
         found,
     )
     for op, found in (
-        ("attention", configs.forward_configs),
+        ("attention", configs_dense.forward_configs),
         ("varlen_attention", configs_packed.packed_configs),
     )
 ] + [
