@@ -59,10 +59,11 @@ def {name}(self, {signature}, backend=None, _frozen=None):
         return through_node(self, ({tensors},), ({options}), backend)
     return entry_of(self)(self, {tensors}, {named}backend=backend, _frozen=_frozen)
 """
-# Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
-# tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
+# Lazily negated views of complex numbers are contiguous too, where they have one element or are cut by `as_strided`.
+# What has no memory (meta) is no CPU tensor, though its device has the same number. True equals 1 and 1.0, so the types
+# of options are keys too.
 _TENSOR_KEY = (
-    "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
+    "{n}.shape, {n}.is_contiguous() or {n}.stride(), {n}.is_neg(), {n}.dtype, "
     "address & 15 if (address := {n}.data_ptr()) else 16, {n}.get_device(), "
     "grad and {n}.requires_grad"
 )
