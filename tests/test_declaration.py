@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewright.core import declaration, node, registry
 from tilewright.core.arguments import normalise
 from tilewright.core.errors import InvalidArgument, TilewrightError
+from tilewright.core.gradient import Backward
 from tilewright.core.op import Gradient, Op, Saved, like, rows_of, upcast
 from tilewright.core.op import op as declare_op
 from tilewright.core.probes import Probes
@@ -135,7 +136,7 @@ def test_the_gradients_side_is_checked_too(changes: dict[str, Any], words: str) 
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("taken", ["key", "plan", "deterministic"])
+@pytest.mark.parametrize("taken", ["key", "plan", "deterministic", "type", "TypeError"])
 def test_names_that_the_entry_needs_for_itself_are_refused(taken: str) -> None:
     """It is generated text: an option of such a name would be overwritten where the call is looked up."""
 
@@ -153,6 +154,44 @@ def test_names_that_the_entry_needs_for_itself_are_refused(taken: str) -> None:
     probes = Probes(dims={"x": "M C"})
     with pytest.raises(TilewrightError, match=f"{taken} is a name of the entry's own"):
         declare_op(**{**GOOD, "probes": probes, "gradient": None})(toy)
+
+
+@pytest.mark.parametrize("name", ["plans", "recent", "policy_here", "gain", "x", "_gradient"])
+def test_an_op_may_be_called_as_what_its_text_reads(name: str) -> None:
+    """As a name of the entry's own, one of its options or of its tensors. Its gradient is then found by guards too."""
+
+    def forward(x: Tensor, *, gain: float = 1.0) -> Tensor:
+        return x * gain
+
+    def backward(dy: Tensor, x: Tensor, *, gain: float = 1.0) -> Tensor:
+        return dy * gain
+
+    forward.__name__, backward.__name__ = f"forward_of_{name}", name
+    there = {**GOOD, "error_scale": lambda t, o: {}}
+    facts: dict[str, Any] = {"grads": {"y": "dy"}, "takes": {"x": "x"}, "gives": {"x": "dx"}}
+    try:
+        dims = Probes(dims={"dy": "M C", "x": "M C"})
+        declare_op(**{**there, "out": {"dx": like("x")}, "gradient": None, "probes": dims})(backward)
+        op = declare_op(**{**there, "gradient": Gradient(name, **facts), "probes": Probes(dims={"x": "M C"})})(forward)
+        x, dy = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
+        served: list[str] = []
+        for gain in (2.0, 3.0):
+            y = op(x, gain=gain)
+            for _ in range(3):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Backward, "__call__", _noted(Backward.__call__, served))
+                    (found,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+                assert torch.equal(found, dy * gain)
+            assert torch.equal(registry.op(name)(dy, x.detach(), gain=gain), dy * gain)
+        assert len(served) <= 4, "once to make a shortcut, once more where the first use was checked"
+    finally:
+        for made in (name, f"forward_of_{name}"):
+            registry._ops.pop(made, None)
+            registry._kernels.pop(made, None)
+
+
+def _noted(call: Any, served: list[str]) -> Any:
+    return lambda self, *args: served.append(self.op.name) or call(self, *args)
 
 
 def test_a_refused_declaration_can_be_mended_and_made_again() -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
 from op_calls import C, differentiable, inputs_of, leaves_of, listed, same
-from tilewright.core import dispatch, evidence
+from tilewright.core import dispatch, evidence, policy
 from tilewright.core.gradient import Backward
 from tilewright.core.op import Op
 
@@ -208,6 +210,38 @@ def test_policy_and_determinism_are_those_of_forward(monkeypatch: pytest.MonkeyP
             grad(checked, others, dy)
         assert compared == ["rms_norm_backward"]
     assert not long_way
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Seeing, BaseTorchFunctionMode])
+@pytest.mark.parametrize("form", [Tensor.clone, torch._neg_view, aside])
+def test_ways_around_the_shortcut_keep_to_them_too(
+    form: Callable[[Tensor], Tensor], mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes, which see the node, and a tensor that is negated lazily."""
+    found: list[tuple[str, Any]] = []
+    plan = dispatch.plan
+
+    def planning(op: Op[Any], tensors: Any, options: Any, backend: Any, frozen: Any, *rest: Any) -> Any:
+        found.append((op.name, frozen))
+        return plan(op, tensors, options, backend, frozen, *rest)
+
+    monkeypatch.setattr(dispatch, "plan", planning)
+    dispatch._node_plans.clear()
+    with tw.use(backend="inductor", check="never"):
+        there = policy.current()
+        y, leaves, dy = norm()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with mode():
+            grad(y, leaves, form(dy))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [("rms_norm", (there, False)), ("rms_norm_backward", (there, False))]
 
 
 def test_what_is_new_makes_a_plan_anew() -> None:

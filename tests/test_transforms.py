@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewright as tw
 from op_calls import Block, C, differentiable, every_op, gradients, inputs_of, leaves_of, listed, loss, node_call, same
-from tilewright.core import registry
+from tilewright.core import dispatch, evidence, registry
 from tilewright.core.op import Op
 
 # Modes and subclasses -------------------------------------------------------------------------------------------------
@@ -101,6 +101,40 @@ def test_lazily_negated_tensors_are_read_right() -> None:
     same([leaf.grad], [other.grad], rtol=1e-4, atol=1e-5)
 
 
+def test_kernels_get_no_lazily_negated_tensor_contiguous_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read memory, where the sign is not. A view of one element, or cut out anew, is contiguous."""
+    lazy: list[bool] = []
+
+    def seeing(*args: Any, **options: Any) -> Any:
+        run = bind(*args, **options)
+
+        def looked_at(*tensors: Tensor | None) -> Any:
+            lazy.append(any(t is not None and t.is_neg() for t in tensors))
+            return run(*tensors)
+
+        return looked_at
+
+    bind = dispatch.bind
+    monkeypatch.setattr(dispatch, "bind", seeing)
+    evidence.bump()
+    z = torch.randn(4, C, dtype=torch.complex64)
+    views = [z.conj().imag, z.conj().imag[:1, :1], z.conj().imag.as_strided((3, C), (C, 1))]
+    for x in views:
+        assert x.is_neg()
+        plain = z.clone().imag.as_strided(x.shape, x.stride()).copy_(x)  # its address is as odd
+        for given in (plain, x, plain, x, x):
+            same([tw.rms_norm(given, backend="reference")], [tw.rms_norm.reference(plain)])
+        ones = torch.ones(x.shape, requires_grad=True)
+        y = tw.rms_norm(ones, backend="reference")
+        for given in (plain, x, x):
+            torch.autograd.grad(y, ones, given, retain_graph=True)
+        if x.is_contiguous():
+            tw.rms_norm_(plain, backend="reference")
+            with pytest.raises(tw.TilewrightError, match="lazily negated"):
+                tw.rms_norm_(x, backend="reference")
+    assert lazy and not any(lazy)
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +188,7 @@ def test_double_backward_is_refused_by_name(op: Op[Any], node: bool) -> None:
 
 ODD_NAMES = """
 import torch, tilewright as tw
-from tilewright.core import registry
+from tilewright.core import dispatch, evidence, registry
 from tilewright.core.op import Gradient, like, op
 from tilewright.core.probes import Probes
 from tilewright.verify.cases import cases

@@ -19,11 +19,11 @@ from tilewright.core.arguments import facts_of, normalise
 from tilewright.core.call import Call
 from tilewright.core.classes import call_class
 from tilewright.core.errors import InvalidArgument, NoKernel, Unsupported
-from tilewright.core.gradient import Backward, Frozen
+from tilewright.core.gradient import Backward
 from tilewright.core.in_place import InPlace
 from tilewright.core.op import Op
 from tilewright.core.plan import Run, bind
-from tilewright.core.policy import Policy
+from tilewright.core.policy import Frozen, Policy
 from tilewright.core.selection import Selection, guarded
 from tilewright.core.shortcut import shortcut
 from tilewright.core.spent import Held, hooked
@@ -69,7 +69,7 @@ def resolve(
     """Work out the plan of a new exact signature and keep it. Two threads may do so at once without harm."""
     chosen_options = normalise(op, options, backend)
     if any(t is not None and (t.is_meta or t.is_neg()) for t in tensors):
-        return _plans_elsewhere(op, tensors, chosen_options, backend)
+        return _plans_elsewhere(op, tensors, chosen_options, backend, frozen)
     wants_grad = grad and any(t is not None and t.requires_grad for t in tensors)
     if wants_grad and op.gradient is None:
         node.refuse_gradient(op)
@@ -87,16 +87,19 @@ def resolve(
     return made
 
 
-def without_key(op: Op[Any], tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None) -> Any:
+def without_key(
+    op: Op[Any], tensors: tuple[Any, ...], options: tuple[Any, ...], backend: str | None, frozen: Frozen | None
+) -> Any:
     """A call that has no exact key: an option that cannot be hashed, a tensor without strides or memory."""
     chosen = normalise(op, options, backend)
     facts_of(op, tensors, chosen, False, False)
-    return through_node(op, tensors, tuple(chosen.values()), backend)
+    return through_node(op, tensors, tuple(chosen.values()), backend, frozen)
 
 
 def _plans_elsewhere(
-    op: Op[Any], tensors: tuple[Tensor | None, ...], options: dict[str, Any], backend: str | None
-) -> Callable[..., Any]:
+    op: Op[Any], tensors: tuple[Tensor | None, ...], options: dict[str, Any], backend: str | None,
+    frozen: Frozen | None,
+) -> Callable[..., Any]:  # fmt: skip
     """Meta tensors only have the op's output rule; lazily negated ones are made real first."""
     if any(t is not None and t.is_meta for t in tensors):
         facts_of(op, tensors, options, False, False)
@@ -105,8 +108,9 @@ def _plans_elsewhere(
         op.refuse_lazy(tensors)
     real = [t is not None and t.is_neg() for t in tensors]
     return lambda *tensors: op(
-        *[t.resolve_neg() if lazy else t for t, lazy in zip(tensors, real, strict=True)], **options, backend=backend
-    )
+        *[t.resolve_neg() if lazy else t for t, lazy in zip(tensors, real, strict=True)],
+        **options, backend=backend, _frozen=frozen,
+    )  # fmt: skip
 
 
 def plan(
@@ -252,7 +256,9 @@ def _with_gradient(run: Run, backward: Backward) -> Callable[..., Any]:
 # Everything that is not plain eager.
 
 
-def through_node(op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], backend: str | None) -> Any:
+def through_node(
+    op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], backend: str | None, frozen: Frozen | None = None
+) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         for name, tensor in zip(op.tensors, tensors, strict=True):
             if tensor is not None and not isinstance(tensor, Tensor):
@@ -265,7 +271,11 @@ def through_node(op: Op[Any], tensors: Sequence[Any], options: Sequence[Any], ba
         if torch._C._are_functorch_transforms_active():
             raise Unsupported(f"{op.name}: torch.func (vmap, grad, jvp) has no rule here; use the reference")
         _refuse_tangents(op, tensors)
-    return node.call(op, tensors, dict(zip(op.options, options, strict=True)), backend)
+    given = dict(zip(op.options, options, strict=True))
+    if frozen is None:
+        return node.call(op, tensors, given, backend)
+    with policy.restored(frozen):
+        return node.call(op, tensors, given, backend)
 
 
 def _refuse_tangents(op: Op[Any], tensors: Sequence[Any]) -> None:
@@ -284,7 +294,7 @@ def run_node(
 ) -> list[Any]:
     """The node on real tensors, below autograd."""
     chosen = normalise(op, [options[n] for n in op.options], backend)
-    now = (policy.current(), torch.are_deterministic_algorithms_enabled())
+    now = policy.now()
     if isinstance(op, InPlace):
         op.refuse_lazy(tensors)
     tensors = [None if t is None else t.detach().resolve_neg() for t in tensors]

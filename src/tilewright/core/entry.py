@@ -34,7 +34,7 @@ def {name}(self, {signature}, backend=None, _frozen=None):
     try:
         found = recent.get(level) if plain and not ({nested}) else None
     except (TypeError, AttributeError):
-        return without_key(self, ({tensors},), ({options}), backend)
+        return without_key(self, ({tensors},), ({options}), backend, _frozen)
     if found:
         given = {given}
         for check, plan in found:
@@ -45,13 +45,13 @@ def {name}(self, {signature}, backend=None, _frozen=None):
             key = ({tensor_keys}, level)
             plan = plans.get(key)
         except (TypeError, RuntimeError):
-            return without_key(self, ({tensors},), ({options}), backend)
+            return without_key(self, ({tensors},), ({options}), backend, _frozen)
         fresh = plan is None
         if fresh:
             plan = resolve(self, plans, key, ({tensors},), ({options}), backend, grad, _frozen)
         remember(recent, level, ({tensors},), plan, fresh)
         return plan({tensors})
-    return through_node(self, ({tensors},), ({options}), backend)
+    return through_node(self, ({tensors},), ({options}), backend, _frozen)
 """
 _FIRST = """\
 def {name}(self, {signature}, backend=None, _frozen=None):
@@ -59,10 +59,11 @@ def {name}(self, {signature}, backend=None, _frozen=None):
         return through_node(self, ({tensors},), ({options}), backend)
     return entry_of(self)(self, {tensors}, {named}backend=backend, _frozen=_frozen)
 """
-# Only views of complex numbers are lazily negated, and those are not contiguous. What has no memory (meta) is no CPU
-# tensor, though its device has the same number. True equals 1 and 1.0, so the types of options are keys too.
+# Lazily negated views of complex numbers are contiguous too, where they have one element or are cut by `as_strided`.
+# What has no memory (meta) is no CPU tensor, though its device has the same number. True equals 1 and 1.0, so the types
+# of options are keys too.
 _TENSOR_KEY = (
-    "{n}.shape, {n}.is_contiguous() or ({n}.stride(), {n}.is_neg()), {n}.dtype, "
+    "{n}.shape, {n}.is_contiguous() or {n}.stride(), {n}.is_neg(), {n}.dtype, "
     "address & 15 if (address := {n}.data_ptr()) else 16, {n}.get_device(), "
     "grad and {n}.requires_grad"
 )
@@ -98,6 +99,7 @@ def install(op: Op[Any]) -> None:
         "without_key": dispatch.without_key,
         "through_node": dispatch.through_node,
         "entry_of": _entry_of,
+        **{one.__name__: one for one in (type, TypeError, AttributeError, RuntimeError)},
         **{f"default_{name}": value for name, value in op.options.items()},
     }
     taken = [name for name in (*op.tensors, *op.options) if name in LOCALS or name in scope]
@@ -142,9 +144,9 @@ def _common(op: Op[Any]) -> dict[str, str]:
 
 
 def _generated(op: Op[Any], scope: dict[str, Any], text: str) -> Callable[..., Any]:
-    exec(compile(text, shortcut.remembered(f"<tilewright op {op.name}>", text), "exec"), scope)
-    made: Callable[..., Any] = scope.pop(op.name)
-    return made
+    own: dict[str, Callable[..., Any]] = {}  # an op may be called as something that its text reads
+    exec(compile(text, shortcut.remembered(f"<tilewright op {op.name}>", text), "exec"), scope, own)
+    return own[op.name]
 
 
 def _signature(op: Op[Any]) -> str:

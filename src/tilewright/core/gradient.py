@@ -19,11 +19,9 @@ from tilewright.core import declaration, node, policy, registry, selection
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.errors import Unsupported
 from tilewright.core.op import Op, Saved
-from tilewright.core.policy import Policy
+from tilewright.core.policy import Frozen
 
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
-Frozen = tuple[Policy, bool]
-"""Policy and determinism as forward found them; backward keeps to them."""
 
 
 class Backward:
@@ -135,7 +133,7 @@ class Backward:
         if not computes:
             made = (None,) * self.made  # upstream gradients are all that is wanted
         elif by_node:
-            with policy.restored(self.frozen[0]):
+            with policy.restored(self.frozen):
                 made = node.call(self.backward, tensors, options, self.backend)
         else:
             serve = self.spend if spending else self.serve

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+import torch
+
 from tilewright.core import registry
 from tilewright.core.errors import InvalidArgument, UnknownName
 from tilewright.core.op import Op
@@ -82,8 +84,12 @@ def _rule(
     return Rule(backend, frozenset(names), check, strict)  # type: ignore[arg-type]
 
 
+Frozen = tuple[Policy, bool]
+"""Policy and determinism as forward found them; backward keeps to them."""
 _environment: Policy | None = None
 _current: ContextVar[Policy | None] = ContextVar("tilewright_policy", default=None)
+_deterministic: ContextVar[bool | None] = ContextVar("tilewright_deterministic", default=None)
+"""Set where a backward goes through its node; None: torch's own switch says."""
 here = _current.get
 """The policy that `use` has set in this context; None: the environment's. For keys: cheaper than `current`."""
 
@@ -97,6 +103,12 @@ def current() -> Policy:
             _environment = _from_environment()
         policy = _environment
     return policy
+
+
+def now() -> Frozen:
+    """What a call through the node keeps to: what is in force here, or what forward found."""
+    asked = _deterministic.get()
+    return current(), torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 @contextmanager
@@ -119,15 +131,19 @@ def use(
     Raises:
         UnknownName: for a backend or op that does not exist.
     """
-    with restored(_policy((*current().rules, _rule("use", backend, ops, check, strict)))):
-        yield
-
-
-@contextmanager
-def restored(policy: Policy) -> Iterator[None]:
-    """A policy that was in force before: what forward found, for its backward."""
-    token = _current.set(policy)
+    token = _current.set(_policy((*current().rules, _rule("use", backend, ops, check, strict))))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def restored(frozen: Frozen) -> Iterator[None]:
+    """What forward found, for its backward."""
+    policy, deterministic = _current.set(frozen[0]), _deterministic.set(frozen[1])
+    try:
+        yield
+    finally:
+        _current.reset(policy)
+        _deterministic.reset(deterministic)

@@ -20,7 +20,7 @@ Shortcut = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 _SHORTCUT = """\
 def make(_rest, backend, _frozen{options}):
-    def {name}(_grads, _kept):
+    def _gradient(_grads, _kept):
         grad = grad_enabled()
         if not (grad or is_compiling() or function_modes() or dispatch_modes()) and forward_ad._current_level < 0:
             {sources}
@@ -32,9 +32,11 @@ def make(_rest, backend, _frozen{options}):
                         made = plan({tensors})
                         return {results}
         return _rest(_grads, _kept)
-    return {name}
+    return _gradient
 """
-LOCALS = ("_grads", "_kept", "_rest", "backend", "_frozen", "grad", "found", "given", "check", "plan", "made")
+LOCALS = (
+    "_gradient", "_grads", "_kept", "_rest", "backend", "_frozen", "grad", "found", "given", "check", "plan", "made",
+)  # fmt: skip
 """Names of its own: an argument of such a name would be overwritten, or would overwrite."""
 
 
@@ -82,7 +84,6 @@ def shortcut(plan: Backward, needs: tuple[bool, ...], leading: int) -> Shortcut:
     ]
     text = _SHORTCUT.format(
         **pieces(op, plan.there),
-        name=op.name,
         options="".join(f", {n}" for n in op.options),
         sources="; ".join(f"{n} = {_source(plan, place)}" for n, place in places.items()),
         upstream="".join(f" and {n} is not None" for n in upstream),
