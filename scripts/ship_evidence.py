@@ -44,11 +44,14 @@ def main(caches: list[str]) -> int:
     }
     times = {
         arch: {
-            key: kept
-            for key, pairs in keys.items()
-            if (kept := {pair: us for pair, us in pairs.items() if any(pair.startswith(mark) for mark in current)})
+            gpu: {
+                key: kept
+                for key, pairs in keys.items()
+                if (kept := {pair: us for pair, us in pairs.items() if any(pair.startswith(mark) for mark in current)})
+            }
+            for gpu, keys in gpus.items()
         }
-        for arch, keys in shipped(HOME / "times").items()
+        for arch, gpus in shipped(HOME / "times").items()
     }
     for cache in map(Path, caches):
         for group, verdicts in entries(cache, "evidence"):
@@ -66,13 +69,14 @@ def main(caches: list[str]) -> int:
                 }
                 arch = arch_of(place)
                 if found and arch:
-                    times.setdefault(arch, {}).setdefault(key, {}).update(found)
+                    gpu = times.setdefault(arch, {}).setdefault(place.partition("|")[0], {})
+                    gpu.setdefault(key, {}).update(found)
     for folder, what in ((HOME, known), (HOME / "times", times)):
         folder.mkdir(parents=True, exist_ok=True)
         for arch, content in what.items():
             path = folder / f"{arch}.json"
             path.write_text(json.dumps(content, indent=0, sort_keys=True, separators=(",", ":")) + "\n")
-            print(path.relative_to(ROOT), f"{sum(map(len, content.values()))} entries, {path.stat().st_size} bytes")
+            print(path.relative_to(ROOT), f"{path.stat().st_size} bytes")
     return 0
 
 

@@ -18,7 +18,7 @@ from tilewright.core import dispatch, evidence, registry, times
 from tilewright.core.cache import disk
 from tilewright.core.capability import Capability
 from tilewright.core.classes import call_class, layout_class
-from tilewright.core.device import device_of
+from tilewright.core.device import device_of, target_device
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
@@ -187,6 +187,23 @@ def test_configs_are_chosen_by_time_too(make: Make) -> None:
         record(kernel, x, us, Config(n=n))
     found = tw.explain(tw.l2_norm, x).chosen
     assert found is not None and found.config == Config(n=2), "the first inside the tie band"
+
+
+def test_shipped_times_of_a_class_are_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines' times would say which of them is faster."""
+    first, second = (k for k in registry.kernels_of("rms_norm") if k.backend in ("triton", "tile"))
+    pair = [times._pair(kernel, PLAIN, "cuda") for kernel in (first, second)]
+    shipped = {
+        "sm_90": {
+            "NVIDIA H100": {"rms_norm c": {pair[0]: [None, 9.0]}},
+            "NVIDIA H200": {"rms_norm c": {pair[1]: [None, 5.0]}},
+        }
+    }
+    monkeypatch.setattr(times, "_shipped", lambda: shipped)
+    for name, known in (("NVIDIA H100", first), ("NVIDIA H200", second), ("another of sm_90", first)):
+        device = replace(target_device("sm_90"), name=name)
+        found = {k.name for k in (first, second) if times.find(k, PLAIN, "rms_norm", "c", device)}
+        assert found == {known.name}, name
 
 
 def test_times_of_another_gpu_driver_or_compiler_are_not_used(make: Make) -> None:

@@ -14,7 +14,6 @@ from tilewright.cli.arguments import Backends, DeviceName, Dtypes, Json, Ops
 from tilewright.cli.output import Bar, json_only, stderr, stdout
 
 MOST_REASONS = 20
-MOST_KERNELS = 3
 
 
 def command(
@@ -66,18 +65,15 @@ def _print(report: Any) -> None:
 
 
 def _print_not_run(reasons: Sequence[Any]) -> None:
-    """Each reason on a line: how many cases, why, of which kernels, and one of them."""
+    """Each reason on a line: how many cases, why, of which kernel, and one of them."""
     if not reasons:
         return
     table = Table(title="not run", title_justify="left", box=None, pad_edge=False, title_style="not italic")
     table.add_column("cases", justify="right", no_wrap=True)
-    for name in ("why", "kernels", "for example"):
+    for name in ("why", "kernel", "for example"):
         table.add_column(name)
     for one in reasons[:MOST_REASONS]:
-        kernels = ", ".join(one.kernels[:MOST_KERNELS])
-        if len(one.kernels) > MOST_KERNELS:
-            kernels += f" and {len(one.kernels) - MOST_KERNELS} more"
-        table.add_row(str(one.cases), *map(escape, (one.reason, kernels, one.example)))
+        table.add_row(str(one.cases), *map(escape, (one.reason, one.kernel, one.example)))
     stdout().print("", table)
     if rest := reasons[MOST_REASONS:]:
         cases = sum(one.cases for one in rest)

@@ -162,9 +162,11 @@ def _choose_config(candidate: Candidate, call: Call, layout: str, cls: str) -> N
         broken = evidence.broken(kernel, config, arch, layout)
         verdict = evidence.find(kernel, config, layout, arch) if kernel.backend != "reference" else None
         if broken is not None:
-            refused.append(Reason("quarantine", f"{config}: {broken}", "lasts as long as this process"))
+            why = ": ".join(filter(None, [str(config), broken]))
+            refused.append(Reason("quarantine", why, "lasts as long as this process"))
         elif verdict is not None and verdict.passed is False:
-            refused.append(Reason("quarantine", f"{config}: wrong result, {verdict.detail}", verdict.where))
+            why = ": ".join(filter(None, [str(config), f"wrong result, {verdict.detail}"]))
+            refused.append(Reason("quarantine", why, verdict.where))
         else:
             usable.append((config, verdict, times.find(kernel, config, call.op, cls, call.device)))
     if not usable:

@@ -78,13 +78,13 @@ def _tuned(op: str, call_class: str) -> dict[str, Any]:
 
 
 def find(kernel: Kernel, config: Config, op: str, call_class: str, device: Device) -> Time | None:
-    """The time measured on this machine, else the shipped one for this architecture and class."""
+    """The time measured on this machine, else the shipped one of this GPU; of one like it, where that has none."""
     pair = _pair(kernel, config, device.kind)
     here = _tuned(op, call_class).get(_place(device), {}).get(pair)
     if here is not None:
         errors = here.get("call_error", 0.0), here.get("kernel_error", 0.0)
         return Time(here["call_us"], here["kernel_us"], *errors, here.get("date", ""), busy=here.get("busy", 0.0))
-    there = _shipped().get(device.arch, {}).get(f"{op} {call_class}", {}).get(pair)
+    there = _shipped_for(device, f"{op} {call_class}").get(pair)
     return None if there is None else Time(there[0], there[1], shipped=True)
 
 
@@ -148,10 +148,17 @@ def forget() -> None:
     evidence.bump()
 
 
+def _shipped_for(device: Device, op_class: str) -> dict[str, list[Any]]:
+    """All times of a class are of one GPU: those of two would say which is faster, and of no kernel."""
+    places = _shipped().get(device.arch, {})
+    names = sorted(places, key=lambda name: name != device.name)
+    return next((places[name][op_class] for name in names if op_class in places[name]), {})
+
+
 @cache
-def _shipped() -> dict[str, dict[str, dict[str, list[Any]]]]:
-    """{arch: {"op class": {pair: [call_us or null, kernel_us]}}} from the files in tilewright/evidence/times."""
-    found: dict[str, dict[str, dict[str, list[Any]]]] = {}
+def _shipped() -> dict[str, dict[str, dict[str, dict[str, list[Any]]]]]:
+    """{arch: {GPU: {"op class": {pair: [call_us or null, kernel_us]}}}} from the files in tilewright/evidence/times."""
+    found: dict[str, dict[str, dict[str, dict[str, list[Any]]]]] = {}
     folder = resources.files("tilewright") / "evidence" / "times"
     if folder.is_dir():
         for file in folder.iterdir():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.core.device import default_device, device_of
+from tilewright.core.device import default_device, device_of, torch_device
 from tilewright.core.policy import current, use
 from tilewright.core.selection import Selection, weigh
 from tilewright.models import encoder
@@ -110,7 +110,7 @@ def run(device: str | None = None, json: bool = False, compile: bool = False) ->
     if absent is not None:
         print(f"the demo cannot run here: {absent}", file=sys.stderr)
         return 1
-    where = torch.device(device) if device else default_device()
+    where = torch_device(device) if device else default_device()
     demo = _Demo(where, compile, lambda text="": print(text, file=sys.stderr if json else sys.stdout, flush=True))
     failed = demo.all()
     if json:

@@ -54,14 +54,14 @@ class Result:
 
 @dataclass(frozen=True)
 class NotRun:
-    """A reason why cases were not run: how many, of which kernels, and one of them.
+    """A reason why cases of a kernel were not run: how many, and one of them.
 
     Reasons that differ in a number or a quoted word alone are one; it is given as `example` has it. Of several reasons
     of a case the first counts."""
 
     reason: str
     cases: int
-    kernels: tuple[str, ...]
+    kernel: str
     example: str
 
 
@@ -76,16 +76,13 @@ class Report:
 
     def not_run(self) -> list[NotRun]:
         """Why cases were not run, the most frequent reason first."""
-        found: dict[str, list[tuple[str, str, str]]] = {}
+        found: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for result in self.results:
             for entry in result.not_run:
                 reason = entry["reason"].partition("\n")[0]
-                entries = found.setdefault(_VALUES.sub("", reason), [])
-                entries.append((reason, result.kernel, f"{result.dtype} {entry['case']}"))
-        reasons = [
-            NotRun(entries[0][0], len(entries), tuple(dict.fromkeys(e[1] for e in entries)), entries[0][2])
-            for entries in found.values()
-        ]
+                entries = found.setdefault((result.kernel, _VALUES.sub("", reason)), [])
+                entries.append((reason, f"{result.dtype} {entry['case']}"))
+        reasons = [NotRun(entries[0][0], len(entries), kernel, entries[0][1]) for (kernel, _), entries in found.items()]
         return sorted(reasons, key=lambda one: -one.cases)
 
     def as_json(self) -> dict[str, Any]:
