@@ -10,6 +10,7 @@ from __future__ import annotations
 import json as json_module
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,7 +143,7 @@ class _Demo:
         if dtype == torch.float32:
             self.truth = before
         report = _patch(model)
-        self.say(f"\n== {name}\npatched: {report}")
+        self.say(f"\n== {name}\npatched:\n{textwrap.indent(str(report), '  ')}")
         after = model.embed().float()
         self._agree(name, "as chosen before tuning", before, after)
         if dtype == torch.float32:
