@@ -74,8 +74,8 @@ def tune(
         calls: tune exactly these calls (`calls_of(run)`, `explain(...).call`) instead of `ops`, `shapes` and `dtypes`.
         backends: names; every backend by default. The reference is timed beside them in any case.
         device: the first GPU if there is one, else the CPU.
-        force: measure pairs again whose times on this GPU, driver and compiler are known. Without it those alone are
-            that were measured while other processes took the CPUs.
+        force: measure pairs again whose times on this GPU, driver and compiler are known. Times that were taken while
+            other processes had the CPUs are measured again in any case.
         progress: called before each step.
 
     Raises:

@@ -49,9 +49,10 @@ def _few_keys(call: Call) -> Iterable[Reason]:
             "k",
             f"{keys} keys, heads of {widest}; takes up to {configs_dense.FEW_KEYS} and {configs_dense.NARROW_HEADS}",
         )
-    for name in ("window_left", "prefix_rows"):
-        if call[name] > (-1 if name == "window_left" else 0):
-            yield Reason(name, f"{call[name]}; takes none")
+    if call.window_left >= 0:
+        yield Reason("window_left", f"{call.window_left}; takes none")
+    if call.prefix_rows > 0:
+        yield Reason("prefix_rows", f"{call.prefix_rows}; takes none")
 
 
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)

@@ -27,10 +27,7 @@ def one_run(*names: str) -> Any:
     def limit(call: Call) -> Iterable[Reason]:
         for name in names:
             facts = call.tensors.get(name)
-            if facts is None:
-                continue
-            count, stride = facts.row_levels[0]
-            if facts.column_stride != 1 or len(facts.row_levels) > 1 or (count > 1 and stride != facts.columns):
+            if facts is not None and not facts.contiguous:
                 why = f"strides {list(facts.stride)}; torch would copy it for oneDNN"
                 yield Reason(name, why, f"{name}.contiguous() would do")
 
