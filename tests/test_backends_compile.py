@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.backends import cubin, cuda
+from tilewright.backends import cubin, cuda, enqueue
 from tilewright.backends import triton as tw_triton
 from tilewright.core.backend import Artifact, Parameter
 from tilewright.core.call import Call, TensorFacts
@@ -329,8 +329,8 @@ def test_parameters_arrive_where_the_kernel_reads_them(host: ctypes.CDLL) -> Non
     artifact = Artifact(
         b"", "facts", tuple(Parameter(k, n) for n, k in kinds.items()), (96, 1, 1), shared=123, cluster=(4, 1, 1)
     )
-    step = cubin.bind(artifact, launch, {"x": 0, "unused": 1, "work": 2})
-    run = cubin.enqueuer([step], [_function(host, "facts")], host.launch, lambda i: 1000 + i, _never, 5)
+    step = enqueue.bind(artifact, launch, {"x": 0, "unused": 1, "work": 2})
+    run = enqueue.enqueuer([step], [_function(host, "facts")], host.launch, lambda i: 1000 + i, _never, 5)
     out = torch.full((16,), -1, dtype=torch.int64)
     run([torch.zeros(1), None, out])
     assert out[:12].tolist() == [-(2**40), 2, 1, 0, 7, 9, 96, 123, 1005, 1, 4, 4]
@@ -340,8 +340,8 @@ def test_threads_never_share_a_frame(host: ctypes.CDLL) -> None:
     """ctypes releases the GIL during a launch: a frame shared by two threads would send sums to the wrong tensor."""
     artifact = Artifact(b"", "add", (Parameter("pointer", "x"), Parameter("i64", "n")), (1, 1, 1))
     x = TensorFacts.dense("x", (1,), torch.int64)
-    steps = [cubin.bind(artifact, Launch(None, (1, 1, 1), {"x": x, "n": n}), {"x": 0}) for n in (3, 5)]
-    run = cubin.enqueuer(steps, [_function(host, "add")] * 2, host.launch, lambda i: 0, _never, 0)
+    steps = [enqueue.bind(artifact, Launch(None, (1, 1, 1), {"x": x, "n": n}), {"x": 0}) for n in (3, 5)]
+    run = enqueue.enqueuer(steps, [_function(host, "add")] * 2, host.launch, lambda i: 0, _never, 0)
     tensors = [torch.zeros(1, dtype=torch.int64) for _ in range(8)]
 
     def work(mine: torch.Tensor) -> None:
@@ -359,7 +359,7 @@ def test_threads_never_share_a_frame(host: ctypes.CDLL) -> None:
 def test_a_failed_launch_reaches_the_recovery_with_its_step(host: ctypes.CDLL) -> None:
     artifact = Artifact(b"", "add", (Parameter("pointer", "x"), Parameter("i64", "n")), (1, 1, 1))
     x = TensorFacts.dense("x", (1,), torch.int64)
-    step = cubin.bind(artifact, Launch(None, (1, 1, 1), {"x": x, "n": 3}), {"x": 0})
+    step = enqueue.bind(artifact, Launch(None, (1, 1, 1), {"x": x, "n": 3}), {"x": 0})
     seen: list[tuple[int, int]] = []
     function = _function(host, "add")
 
@@ -367,7 +367,7 @@ def test_a_failed_launch_reaches_the_recovery_with_its_step(host: ctypes.CDLL) -
         seen.append((step, code))
         assert host.launch(config, function, params, None) == 0
 
-    run = cubin.enqueuer([step, step], [function] * 2, host.launch, lambda i: 0, again, 0)
+    run = enqueue.enqueuer([step, step], [function] * 2, host.launch, lambda i: 0, again, 0)
     host.set_failure(cubin.INVALID_CONTEXT)
     tensor = torch.zeros(1, dtype=torch.int64)
     run([tensor])
@@ -378,7 +378,7 @@ def test_wrong_arguments_are_refused_when_the_plan_is_made() -> None:
     x = TensorFacts.dense("x", (1,), torch.float32)
 
     def bind(kind: str, value: Any, grid: tuple[int, int, int] = (1, 1, 1)) -> None:
-        cubin.bind(Artifact(b"", "k", (Parameter(kind, "a"),), (1, 1, 1)), Launch(None, grid, {"a": value}), {"x": 0})
+        enqueue.bind(Artifact(b"", "k", (Parameter(kind, "a"),), (1, 1, 1)), Launch(None, grid, {"a": value}), {"x": 0})
 
     for kind, value in (("i64", x), ("pointer", 3), ("i64", None), ("i32", 2**31), ("i64", 1.5)):
         with pytest.raises(TypeError, match="k: a"):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tilewright as tw
-from tilewright.backends.cubin import bind
+from tilewright.backends.enqueue import bind
 from tilewright.core import registry
 from tilewright.core.backend import Artifact, Parameter
 from tilewright.core.launch import Launch, Scratch

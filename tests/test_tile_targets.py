@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewright  # noqa: F401  declares the ops
-from tilewright.backends.cubin import bind
+from tilewright.backends.enqueue import bind
 from tilewright.backends.tile import for_gpu
 from tilewright.core import artifacts, policy, registry, selection
 from tilewright.core.call import Call

@@ -1,7 +1,8 @@
 """The one launcher: loads an `Artifact` with the CUDA driver and enqueues it, whichever language it came from.
 
 ctypes on libcuda alone: no build step, no package. Nothing is loaded before the first runner is built, so importing
-this file is harmless on a machine without a GPU. How a cubin is made lives in the backends' own files.
+this file is harmless on a machine without a GPU. How a cubin is made lives in the backends' own files, how its
+arguments are passed in `enqueue.py`.
 """
 
 from __future__ import annotations
@@ -9,27 +10,30 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
+from tilewright.backends.enqueue import KINDS, MAP_WORDS, Maps, bind, enqueuer
 from tilewright.core.backend import Artifact, Buffers, Runner
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call
 from tilewright.core.errors import TilewrightError
-from tilewright.core.launch import Launch, Scratch, scratches
+from tilewright.core.launch import Launch, TensorMap, scratches
 from tilewright.core.reason import Reason
 
 LIBRARY = "libcuda.so.1"
 MAX_MODULES = 1024
 """Loaded modules a process keeps; beyond it, those that no runner holds any more are unloaded, oldest first."""
 
+MAP_ALIGN, PROMOTE_256 = 64, 3  # of descriptors; the L2 fetches so many bytes at once
+ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}
+SWIZZLES = {32: 1, 64: 2, 128: 3}
 INVALID_CONTEXT, OUT_OF_MEMORY = 201, 2
 STICKY = {214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}
 """Driver errors after which every later call in the process fails: illegal address, timeout, trap, assert, ECC."""
@@ -50,31 +54,6 @@ class LaunchError(TilewrightError, RuntimeError):
         if self.sticky:
             words += "; the CUDA context of this process is lost, and an earlier kernel may be the cause"
         super().__init__(words)
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = [
-        ("grid", c_uint32 * 3),
-        ("block", c_uint32 * 3),
-        ("shared", c_uint32),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("count", c_uint32),
-    ]
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h: an id, padding to 8, a union of 64 bytes."""
-
-    _fields_ = [("id", c_uint32), ("padding", c_uint32), ("words", c_uint32 * 16)]
-
-
-CLUSTER_DIMENSION = 4
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-STREAM_WORD = LaunchConfig.stream.offset // 8
-CONFIG_WORDS = ctypes.sizeof(LaunchConfig) // 8
 
 
 # The driver -------------------------------------------------------------------------------------------------------
@@ -126,6 +105,29 @@ class Driver:
     def enter(self, index: int) -> None:
         """Make the primary context of device `index` current in this thread, for good."""
         self.check(f"entering device {index}", self.library.cuCtxSetCurrent(self.context(index)))
+
+    def tensor_map(self, wanted: TensorMap) -> ctypes.Array[Any]:
+        """A descriptor of `wanted`, at the address 0 until it is placed."""
+        facts, axes = wanted.facts, len(wanted.facts.shape)
+        size = facts.dtype.itemsize
+        steps = [16 if n == 1 else s * size for n, s in zip(facts.shape, facts.stride, strict=True)]
+        room = (c_uint64 * (2 * MAP_WORDS))()
+        made = (c_uint64 * MAP_WORDS).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGN)
+        code = self.library.cuTensorMapEncodeTiled(
+            made, ELEMENTS[facts.dtype], axes, c_void_p(), (c_uint64 * axes)(*reversed(facts.shape)),
+            (c_uint64 * (axes - 1))(*reversed(steps[:-1])), (c_uint32 * axes)(*reversed(wanted.box)),
+            (c_uint32 * axes)(*[1] * axes), 0, SWIZZLES[wanted.swizzle], PROMOTE_256, 0,
+        )  # fmt: skip
+        self.check(f"a descriptor of {facts.name} {tuple(facts.shape)} for boxes {wanted.box}", code)
+        return made
+
+    @property
+    def maps(self) -> Maps:
+        return Maps(
+            self.tensor_map,
+            getattr(self.library, "cuTensorMapReplaceAddress", None),  # drivers before CUDA 12
+            lambda code: self.check("placing a descriptor", code),
+        )
 
 
 @cache
@@ -223,136 +225,6 @@ def load(artifact: Artifact, index: int, owner: CubinRunner) -> LoadedKernel:
         return _loaded[key]
 
 
-# Launches as data -------------------------------------------------------------------------------------------------
-
-KINDS: dict[str, Any] = {"pointer": c_uint64, "i32": c_int32, "i64": c_int64, "f32": c_float}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch with everything worked out. A slot is the position of a buffer or a constant that is ready to pass."""
-
-    symbol: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared: int
-    cluster: tuple[int, int, int]
-    pdl: bool
-    slots: tuple[int | ctypes._SimpleCData[Any], ...]
-
-
-def bind(artifact: Artifact, launch: Launch, positions: Mapping[str, int]) -> Step:
-    """Match the parameters of `artifact` with the arguments of `launch`; `positions` are those of the buffers."""
-    slots: list[int | ctypes._SimpleCData[Any]] = []
-    args = {**launch.args, "": None, "*": launch.workspace}
-    for parameter in artifact.parameters:
-        value = args[parameter.name]
-        given = isinstance(value, (TensorFacts, Scratch))
-        if (given or value is None) != (parameter.kind == "pointer"):
-            raise TypeError(f"{artifact.symbol}: {parameter.name} is a {parameter.kind}, got {value!r}")
-        elif isinstance(value, (TensorFacts, Scratch)):
-            slots.append(positions[value.name])
-        elif value is None:
-            slots.append(c_uint64(0))
-        else:
-            slots.append(_constant(artifact.symbol, parameter.name, parameter.kind, value))
-    if artifact.workspace * math.prod(launch.grid) > (launch.workspace.nbytes if launch.workspace else 0):
-        raise ValueError(f"{artifact.symbol}: a block uses {artifact.workspace} bytes of {launch.workspace}")
-    for axis, size, limit in zip("xyz", launch.grid, (2**31 - 1, 65535, 65535), strict=True):
-        if not 0 <= size <= limit:
-            raise ValueError(f"{artifact.symbol}: grid {axis} = {size} is outside 0 to {limit}")
-    shape = (artifact.block, artifact.shared, artifact.cluster)
-    return Step(artifact.symbol, launch.grid, *shape, launch.pdl, tuple(slots))
-
-
-def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> ctypes._SimpleCData[Any]:
-    if kind[0] == "i":
-        bits = int(kind[1:]) - 1
-        if not isinstance(value, int) or not -(2**bits) <= value < 2**bits:
-            raise TypeError(f"{symbol}: {name} = {value!r} is no {kind}")
-    return KINDS[kind](value)  # type: ignore[no-any-return]
-
-
-def enqueuer(
-    steps: Sequence[Step],
-    functions: Sequence[c_void_p],
-    launch: Any,
-    raw_stream: Callable[[int], int],
-    recover: Callable[[int, int, Any, Any], None],
-    index: int,
-) -> Callable[[Buffers], None]:
-    """A function that launches `steps` on the current stream of device `index`, the buffers' addresses filled in.
-
-    It is the whole cost of a call, so it is generated with every loop unrolled (a loop over pointers and launches costs
-    0.1 us an element). Every argument of the ctypes call is a ready ctypes object and `argtypes` stays unset: no
-    conversion runs, and cuLaunchKernelEx with its 4 arguments costs 0.25 us in ctypes where cuLaunchKernel with 11
-    costs 0.45 to 1.1.
-
-    A frame holds one call's parameters: address words shared by all steps, and a config and a parameter array for each.
-    Threads never share one: `list.pop` and `list.append` are atomic, and an empty list makes a new frame. The driver
-    copies the parameters before a launch returns.
-    """
-    used = sorted({slot for step in steps for slot in step.slots if isinstance(slot, int)})
-    word = {position: i for i, position in enumerate(used)}
-    attributes = [_attributes(step) for step in steps]
-    free: list[tuple[Any, ...]] = []
-
-    def new() -> tuple[Any, ...]:  # frames point into `attributes` and the constants of `steps`: this keeps both
-        words = (c_uint64 * max(len(used), 1))()
-        base = ctypes.addressof(words)
-        frame: list[Any] = [words]
-        for step, own in zip(steps, attributes, strict=True):
-            config = LaunchConfig(step.grid, step.block, step.shared)
-            if own is not None:
-                config.attributes, config.count = ctypes.addressof(own), len(own)
-            frame.append((c_uint64 * CONFIG_WORDS).from_buffer(config))
-            frame.append(
-                (c_void_p * max(len(step.slots), 1))(
-                    *(base + 8 * word[s] if isinstance(s, int) else ctypes.addressof(s) for s in step.slots)
-                )
-            )
-        return tuple(frame)
-
-    numbers = range(len(steps))
-    names = "".join(f", config{i}, params{i}" for i in numbers)
-    lines = [
-        "def enqueue(buffers):",
-        "    try:",
-        "        frame = pop()",
-        "    except IndexError:",
-        "        frame = new()",
-        f"    words{names}, = frame",
-        "    " + "".join(f"config{i}[{STREAM_WORD}] = " for i in numbers) + f"raw_stream({index})",
-    ]
-    if used:
-        lines.append("    pack(words, 0, " + ", ".join(f"buffers[{p}].data_ptr()" for p in used) + ")")
-    for i in numbers:
-        lines.append(f"    if code := launch(config{i}, function{i}, params{i}, None):")
-        lines.append(f"        recover({i}, code, config{i}, params{i})")
-    lines.append("    push(frame)")
-    space: dict[str, Any] = {
-        "pop": free.pop,
-        "push": free.append,
-        "new": new,
-        "raw_stream": raw_stream,
-        "pack": struct.Struct(f"={len(used)}Q").pack_into,
-        "launch": launch,
-        "recover": recover,
-        **{f"function{i}": functions[i] for i in numbers},
-    }
-    # Locals of an enclosing function are read faster than globals.
-    source = f"def make({', '.join(space)}):\n    " + "\n    ".join(lines) + "\n    return enqueue\n"
-    scope: dict[str, Any] = {}
-    exec(compile(source, "<tilewright launch>", "exec"), scope)
-    return scope["make"](**space)  # type: ignore[no-any-return]
-
-
-def _attributes(step: Step) -> ctypes.Array[Attribute] | None:
-    found = [Attribute(CLUSTER_DIMENSION, 0, step.cluster)] if step.cluster != (1, 1, 1) else []
-    found += [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))] if step.pdl else []
-    return (Attribute * len(found))(*found) if found else None
-
-
 class CubinRunner(Runner):
     """Launches artifacts. `run` is the same as calling it, one Python call cheaper: plans hold that.
 
@@ -372,7 +244,7 @@ class CubinRunner(Runner):
         self._launch = driver().library.cuLaunchKernelEx
         self._functions = [kernel.function for kernel in self.kernels]
         stream = torch._C._cuda_getCurrentRawStream
-        run = enqueuer(self.steps, self._functions, self._launch, stream, self._recover, self.index)
+        run = enqueuer(self.steps, self._functions, self._launch, stream, self._recover, self.index, driver().maps)
         # With one GPU in the process there is no other device to be in, and asking costs as much as two pointers.
         self.run = run if torch.cuda.device_count() == 1 else _entering(run, self.index)
 

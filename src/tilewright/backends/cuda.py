@@ -22,7 +22,7 @@ from tilewright.core.backend import Artifact, Backend, Parameter, Runner
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device
 from tilewright.core.errors import TilewrightError
-from tilewright.core.launch import Launch, Scratch
+from tilewright.core.launch import Launch, Scratch, TensorMap
 from tilewright.core.reason import Reason
 from tilewright.tile.errors import CompilerError
 from tilewright.tile.runtime import nvrtc
@@ -160,6 +160,8 @@ def _parameters(launch: Launch) -> tuple[Parameter, ...]:
     def kind(value: Any) -> str:
         if value is None or isinstance(value, (TensorFacts, Scratch)):
             return "pointer"
+        if isinstance(value, TensorMap):
+            return "map"
         if isinstance(value, bool):
             return "i32"
         return "i64" if isinstance(value, int) else "f32"

@@ -26,8 +26,8 @@ Buffers = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One kernel parameter. `kind` is "pointer", "i32", "i64" or "f32"; a parameter without a name is a null pointer
-    that the compiler asks for, "*" the launch's workspace."""
+    """One kernel parameter. `kind` is "pointer", "map" (a `TensorMap`), "i32", "i64" or "f32"; a parameter without a
+    name is a null pointer that the compiler asks for, "*" the launch's workspace."""
 
     kind: str
     name: str = ""

@@ -72,7 +72,21 @@ class Scratch:
         return TensorFacts.dense(self.name, self.shape, self.dtype)
 
 
-Argument = TensorFacts | Scratch | int | float | bool | None
+@dataclass(frozen=True)
+class TensorMap:
+    """A descriptor by which hardware copies boxes of a tensor into shared memory (TMA, from Hopper on). The host makes
+    it, the kernel takes it by value.
+
+    `box`: its elements an axis, in the order of the tensor's shape. `swizzle`: the bytes of a row of the box, among
+    which its units of 16 are exchanged (32, 64 or 128). What a box has outside of the tensor arrives as 0.
+    """
+
+    facts: TensorFacts
+    box: tuple[int, ...]
+    swizzle: int
+
+
+Argument = TensorFacts | Scratch | TensorMap | int | float | bool | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

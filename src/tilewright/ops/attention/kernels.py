@@ -10,7 +10,7 @@ from tilewright.core.call import Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
-from tilewright.ops.attention import backward_configs, configs, configs_dense, configs_packed, vendor
+from tilewright.ops.attention import backward_configs, configs, configs_dense, configs_packed, cuda_configs, vendor
 
 _HERE = "tilewright.ops.attention"
 HALVES = (torch.float16, torch.bfloat16)
@@ -148,6 +148,23 @@ SHORT_KERNELS = [
     )
 ]
 
+CUDA_KERNELS = [
+    Kernel(
+        "attention",
+        "cuda",
+        f"{_HERE}.cuda:forward",
+        Capability(
+            (cuda(90, 90),),
+            HALVES,
+            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, cuda_configs.every_key),
+            emulated=False,
+        ),
+        cuda_configs.full_configs,
+        preference=15,
+        files=("attention_full.cu", "attention_full.cuh"),
+    )
+]
+
 TILELANG_KERNELS = [
     Kernel(
         op,
@@ -163,4 +180,4 @@ TILELANG_KERNELS = [
     for op in ("attention", "varlen_attention")
 ]
 
-KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *SHORT_KERNELS, *TILELANG_KERNELS]
+KERNELS = [*VENDOR_KERNELS, *TRITON_KERNELS, *HOPPER_KERNELS, *SHORT_KERNELS, *CUDA_KERNELS, *TILELANG_KERNELS]

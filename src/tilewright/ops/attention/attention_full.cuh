@@ -1,0 +1,159 @@
+// What hand-written attention for Hopper is built of: barriers and copies of a cluster, tiles as the tensor cores read
+// them, and their products. No kernel lives here. sm_90a.
+//
+// It includes nothing, so that NVRTC compiles it without a toolkit's headers.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {  // CUtensorMap: made by the host, passed by value
+    char opaque[128];
+};
+
+// ---- barriers, a cluster, copies --------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// At the barrier that lies at the same place in the block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, int rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void meet(int name, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A box of `map` that begins at (x, y, z, w), innermost first, to every block of the cluster that `mask` names.
+__device__ __forceinline__ void copy_box(
+    const TensorMap& map, u32 to, u32 barrier, int x, int y, int z, int w, int mask) {
+    if (mask == 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+            "[%6];" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w),
+            "r"(barrier), "h"((unsigned short)mask)
+            : "memory");
+    }
+}
+
+// ---- tiles and products -----------------------------------------------------------------------------------------
+
+// A tile lies in panels of BYTES a row, 16-byte units exchanged by the row (the swizzle of that width). `leap`:
+// bytes to the next panel, which is read where the rows are what is summed over.
+template <int BYTES>
+__device__ __forceinline__ u64 tile_at(u32 address, int leap = 16) {
+    constexpr u64 SWIZZLE = BYTES == 128 ? 1 : BYTES == 64 ? 2 : 3;
+    return (u64)(address >> 4 & 0x3fff) | (u64)(leap >> 4) << 16 | (u64)(8 * BYTES >> 4) << 32 | SWIZZLE << 62;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define NUMBERS_8 \
+    "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NUMBERS_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NUMBERS_64 NUMBERS_32 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NUMBERS_128 NUMBERS_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, " \
+    "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, " \
+    "%119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define OUT_8(d, i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define OUT_32(d, i) OUT_8(d, i), OUT_8(d, i + 8), OUT_8(d, i + 16), OUT_8(d, i + 24)
+#define OUT_64(d, i) OUT_32(d, i), OUT_32(d, i + 32)
+#define OUT_128(d, i) OUT_64(d, i), OUT_64(d, i + 64)
+
+// scores[64, N] = or += queries[64, 16] keys[N, 16]^T, both tiles in shared memory with rows as they came.
+#define SCORES(N, COUNT, NEXT, LAST)                                                                                \
+    __device__ __forceinline__ void add_scores(float (&d)[COUNT], u64 queries, u64 keys, int add) {                 \
+        asm volatile(                                                                                               \
+            "{\n.reg .pred add;\nsetp.ne.b32 add, %" #LAST ", 0;\n"                                                 \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NUMBERS_##COUNT "}, "              \
+            NEXT ", add, 1, 1, 0, 0;\n}"                                                                            \
+            : OUT_##COUNT(d, 0)                                                                                     \
+            : "l"(queries), "l"(keys), "r"(add));                                                                   \
+    }
+SCORES(64, 32, "%32, %33", 34)
+SCORES(128, 64, "%64, %65", 66)
+
+// out[64, N] += weights[64, 16], in registers, values[16, N].
+#define WEIGHTED(N, COUNT, NEXT)                                                                                    \
+    __device__ __forceinline__ void add_weighted(float (&d)[COUNT], const u32 (&weights)[4], u64 values) {          \
+        asm volatile(                                                                                               \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NUMBERS_##COUNT "}, "              \
+            NEXT ", 1, 1, 1, 1;"                                                                                    \
+            : OUT_##COUNT(d, 0)                                                                                     \
+            : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));                     \
+    }
+WEIGHTED(16, 8, "{%8, %9, %10, %11}, %12")
+WEIGHTED(64, 32, "{%32, %33, %34, %35}, %36")
+WEIGHTED(128, 64, "{%64, %65, %66, %67}, %68")
+WEIGHTED(256, 128, "{%128, %129, %130, %131}, %132")
+
+// COUNT of the numbers, as a product takes them.
+template <int COUNT, int ALL>
+__device__ __forceinline__ float (&numbers(float (&all)[ALL], int from))[COUNT] {
+    return (float (&)[COUNT])all[from];
+}
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+    u32 both;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
