@@ -1,5 +1,5 @@
-// What hand-written attention for Hopper is built of: barriers and copies of a cluster, tiles as the tensor cores read
-// them, and their products. No kernel lives here. sm_90a.
+// What hand-written attention for Hopper is built of: barriers, copies, what blocks of a cluster tell each other,
+// tiles as the tensor cores read them, and their products. No kernel lives here. sm_90a.
 //
 // It includes nothing, so that NVRTC compiles it without a toolkit's headers.
 #pragma once
@@ -30,17 +30,13 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}" ::"r"(barrier), "r"(parity)
         : "memory");
 }
 
-// At the barrier that lies at the same place in the block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, int rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
-        : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -53,27 +49,30 @@ __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
+// The address in the block `rank` of the cluster of what lies at `at` in this one.
+__device__ __forceinline__ u32 address_in(u32 at, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void put_4(u32 at, float a, float b, float c, float d) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+
 __device__ __forceinline__ void meet(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A box of `map` that begins at (x, y, z, w), innermost first, to every block of the cluster that `mask` names.
-__device__ __forceinline__ void copy_box(
-    const TensorMap& map, u32 to, u32 barrier, int x, int y, int z, int w, int mask) {
-    if (mask == 1) {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-            "[%6];" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-            : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w),
-            "r"(barrier), "h"((unsigned short)mask)
-            : "memory");
-    }
+// A box of `map` that begins at (x, y, z, w), innermost first.
+__device__ __forceinline__ void copy_box(const TensorMap& map, u32 to, u32 barrier, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+        ::"r"(to), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+        : "memory");
 }
 
 // ---- tiles and products -----------------------------------------------------------------------------------------
@@ -125,6 +124,7 @@ __device__ __forceinline__ void products_wait() {
     }
 SCORES(64, 32, "%32, %33", 34)
 SCORES(128, 64, "%64, %65", 66)
+SCORES(256, 128, "%128, %129", 130)
 
 // out[64, N] += weights[64, 16], in registers, values[16, N].
 #define WEIGHTED(N, COUNT, NEXT)                                                                                    \

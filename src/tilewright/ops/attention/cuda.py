@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from tilewright.backends.cuda import Source
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call
 from tilewright.core.launch import Argument, Config, Launch, TensorMap
 from tilewright.ops.attention import arguments
-from tilewright.ops.attention.cuda_configs import REST, ROWS, pack_of, rest_of, shared_of
+from tilewright.ops.attention.cuda_configs import PANEL, ROWS, pack_of, shared_of
 
 FULL = Source(Path(__file__).with_name("attention_full.cu"), "attention_full")
 TYPES = {torch.float16: '"f16"', torch.bfloat16: '"bf16"'}
@@ -20,34 +20,35 @@ TYPES = {torch.float16: '"f16"', torch.bfloat16: '"bf16"'}
 
 def forward(call: Call, config: Config) -> Launch:
     """o and lse."""
-    q, k, v, pack, share = call.q, call.k, call.v, pack_of(call), config.n // config.cluster
+    q, k, v, pack, rest = call.q, call.k, call.v, pack_of(call), bool(config.rest)
     tiles = -(-q.shape[1] * pack // ROWS)
-    tiles += -tiles % config.cluster
-    boxes = ((q, (1, ROWS // pack, pack)), (k, (1, share, 1)), (v, (1, share, 1)))
+    keys = (1, config.n, 1, PANEL)
     args: dict[str, Argument] = {
-        **{f"{facts.name}_map": _panels(facts, box, 64) for facts, box in boxes},
-        **{f"{facts.name}_rest": _panels(facts, box, REST) for facts, box in boxes if rest_of(facts)},
+        "q_map": TensorMap(q, (1, ROWS // pack, pack, PANEL), PANEL * q.dtype.itemsize),
+        "k_map": TensorMap(k, keys, PANEL * k.dtype.itemsize),
+        "v_map": TensorMap(v, keys, PANEL * v.dtype.itemsize),
+    }
+    if rest:
+        args |= {"q": q, "k": k, "v": v}
+        args |= {**arguments.strides(q, 1), **arguments.strides(k, 1), **arguments.strides(v, 1)}
+    args |= {
         "kv_len": call.tensors.get("kv_len"), "o": call.o, "lse": call.lse,
         "rows": q.shape[1], "keys": k.shape[1], "tiles": tiles, **arguments.heads_of(call),
         "factor": arguments.number_arguments(call)["factor"],
     }  # fmt: skip
     constants = {
         "TYPE": TYPES[q.dtype], "WIDTH": q.columns, "V_WIDTH": v.columns, "PACK": pack, "N": config.n,
-        "SLOTS": config.slots, "CLUSTER": config.cluster, "LENGTHS": call.has("kv_len"),
-        "SIGN": arguments.sign_of(call), "RESIDENT": config.resident, "REGISTERS": config.registers,
+        "SLOTS": config.slots, "PARTS": config.parts, "LENGTHS": call.has("kv_len"), "SIGN": arguments.sign_of(call),
+        "REGISTERS": config.registers, "REST": rest,
     }  # fmt: skip
     return Launch(
         FULL,
-        (tiles * (q.shape[2] // pack) * q.shape[0], 1, 1),
+        (tiles * (q.shape[2] // pack) * q.shape[0] * config.parts, 1, 1),
         args,
         constants,
         {
             "block": 384 if config.registers else 256,
-            "shared": shared_of(call, config.n, config.slots),
-            "cluster": (config.cluster, 1, 1),
+            "shared": shared_of(call, config),
+            "cluster": (config.parts, 1, 1),
         },
     )
-
-
-def _panels(facts: TensorFacts, box: tuple[int, int, int], columns: int) -> TensorMap:
-    return TensorMap(facts, (*box, columns), columns * facts.dtype.itemsize)

@@ -1,8 +1,9 @@
 """How the hand-written CUDA kernel of attention is spread, best guess first, and which calls it refuses.
 
-Config keys: `n` keys a tile; `slots` tiles of keys or values in shared memory at a time; `cluster`, blocks that share
-each copy; `resident`, blocks a multiprocessor; `registers` of a multiplying thread where a warp of its own brings tiles
-(0: there is a slot for every tile, and the first warp asks for all at once).
+Config keys: `n` keys a tile; `slots` tiles of keys or values in shared memory at a time; `parts`, blocks of a cluster
+that share the keys; `registers` of a multiplying thread where a warp of its own brings tiles (0: there is a slot for
+every tile, and all are asked for at once); `rest` 1 where up to 16 columns that panels of 64 leave have a panel of
+their own.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from tilewright.core.reason import Reason
 from tilewright.ops.attention.masks import Rules
 from tilewright.ops.configs import MOST_BLOCKS, power_of_2_at_least
 
-ROWS = 64
+ROWS = 128
 """Of a block: queries times the heads that are packed."""
+PANEL = 64
+"""Columns that lie together in shared memory."""
 REST = 16
-"""Columns of the panel for what panels of 64 leave, where that is so little."""
-MULTIPROCESSOR_BYTES, SYSTEM_BYTES = 228 << 10, 1 << 10
-"""Shared memory of a multiprocessor, and what the system takes for each block."""
-
-
-def rest_of(facts: TensorFacts) -> bool:
-    return 0 < facts.columns % 64 <= REST
+ROOM = 227 << 10
+"""Bytes of shared memory that a block may have."""
+MOST_SLOTS = 8
 
 
 def pack_of(call: Call) -> int:
@@ -33,34 +32,44 @@ def pack_of(call: Call) -> int:
     return group if ROWS % group == 0 else 1
 
 
-def shared_of(call: Call, n: int, slots: int) -> int:
-    """Bytes of a block: queries, slots, barriers, and two numbers a row of each warpgroup."""
-    size = call.q.dtype.itemsize
-    wide, v_wide = (size * (f.columns // 64 * 64 + _left(f)) for f in (call.q, call.v))
-    return int(ROWS * wide + slots * n * max(wide, v_wide) + 8 * (1 + 2 * slots) + 4 * 4 * ROWS)
+def shared_of(call: Call, config: Config) -> int:
+    """Bytes of a block: queries, slots, barriers, and two numbers a row of each part."""
+    wide, v_wide = (_row_bytes(facts, bool(config.rest)) for facts in (call.q, call.v))
+    slots = int(config.slots)
+    return ROWS * wide + slots * config.n * max(wide, v_wide) + 8 * (1 + 2 * slots) + 8 * ROWS * int(config.parts)
 
 
-def _left(facts: TensorFacts) -> int:
-    return REST if rest_of(facts) else 64 * (facts.columns % 64 > 0)
+def _row_bytes(facts: TensorFacts, rest: bool) -> int:
+    whole, left = divmod(facts.columns, PANEL)
+    columns = whole * PANEL + (0 if left == 0 else REST if rest and left <= REST else PANEL)
+    return int(columns * facts.dtype.itemsize)
 
 
 def full_configs(call: Call) -> tuple[Config, ...]:
     """For so many keys by the power of two above, as in a call class."""
-    keys, room = power_of_2_at_least(call.k.shape[1]), MULTIPROCESSOR_BYTES - SYSTEM_BYTES
-    tiles = -(-power_of_2_at_least(call.q.shape[1]) * pack_of(call) // ROWS)
+    keys, wide = power_of_2_at_least(call.k.shape[1]), max(call.q.columns, call.v.columns)
+    tiles = power_of_2_at_least(call.q.shape[1]) * pack_of(call) // ROWS
+    blocks = max(1, tiles) * (call.q.shape[2] // pack_of(call)) * power_of_2_at_least(call.q.shape[0])
+    rest = int(any(0 < facts.columns % PANEL <= REST for facts in (call.q, call.v)))
     found: list[Config] = []
-    for n in (64, 128):
-        needed = 2 * -(-keys // n)
-        fit = [slots for slots in range(3, 9) if shared_of(call, n, slots) <= room]
-        for cluster in (2, 4, 1):
-            if cluster > tiles or not fit:
+    for parts in (1, 2, 4):
+        if parts > 1 and (parts * 64 > keys or blocks * parts > 2 * call.device.multiprocessors):
+            continue
+        for n in (128, 64, 256):
+            if n > 64 and (n * parts > keys or n * wide > 160 * 128):  # scores and sums of a thread fit its registers
                 continue
-            if needed <= max(fit):
-                both = 2 * (shared_of(call, n, max(needed, 3)) + SYSTEM_BYTES) <= MULTIPROCESSOR_BYTES
-                for resident in (2, 1) if both and n == 64 else (1,):
-                    found.append(Config(n=n, slots=max(needed, 3), cluster=cluster, resident=resident, registers=0))
-            else:
-                found.append(Config(n=n, slots=max(fit), cluster=cluster, resident=1, registers=240))
+            needed = 2 * -(-keys // (n * parts))
+            at_once = Config(n=n, slots=needed, parts=parts, registers=0, rest=rest)
+            if needed <= MOST_SLOTS and shared_of(call, at_once) <= ROOM:
+                found.append(at_once)
+                continue
+            if n > 128:
+                continue
+            for slots in range(MOST_SLOTS, 1, -1):
+                config = Config(n=n, slots=slots, parts=parts, registers=240, rest=0)
+                if shared_of(call, config) <= ROOM:
+                    found.append(config)
+                    break
     return tuple(found)
 
 
