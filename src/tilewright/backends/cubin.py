@@ -108,17 +108,17 @@ class Driver:
 
     def tensor_map(self, wanted: TensorMap) -> ctypes.Array[Any]:
         """A descriptor of `wanted`, at the address 0 until it is placed."""
-        facts, axes = wanted.facts, len(wanted.facts.shape)
+        facts, axes = wanted.facts, len(wanted.shape)
         size = facts.dtype.itemsize
-        steps = [16 if n == 1 else s * size for n, s in zip(facts.shape, facts.stride, strict=True)]
+        steps = [16 if n == 1 else s * size for n, s in zip(wanted.shape, wanted.stride, strict=True)]
         room = (c_uint64 * (2 * MAP_WORDS))()
         made = (c_uint64 * MAP_WORDS).from_buffer(room, -ctypes.addressof(room) % MAP_ALIGN)
         code = self.library.cuTensorMapEncodeTiled(
-            made, ELEMENTS[facts.dtype], axes, c_void_p(), (c_uint64 * axes)(*reversed(facts.shape)),
+            made, ELEMENTS[facts.dtype], axes, c_void_p(), (c_uint64 * axes)(*reversed(wanted.shape)),
             (c_uint64 * (axes - 1))(*reversed(steps[:-1])), (c_uint32 * axes)(*reversed(wanted.box)),
             (c_uint32 * axes)(*[1] * axes), 0, SWIZZLES[wanted.swizzle], PROMOTE_256, 0,
         )  # fmt: skip
-        self.check(f"a descriptor of {facts.name} {tuple(facts.shape)} for boxes {wanted.box}", code)
+        self.check(f"a descriptor of {facts.name} {wanted.shape} for boxes {wanted.box}", code)
         return made
 
     @property

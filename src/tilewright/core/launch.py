@@ -77,11 +77,14 @@ class TensorMap:
     """A descriptor by which hardware copies boxes of a tensor into shared memory (TMA, from Hopper on). The host makes
     it, the kernel takes it by value.
 
-    `box`: its elements an axis, in the order of the tensor's shape. `swizzle`: the bytes of a row of the box, among
-    which its units of 16 are exchanged (32, 64 or 128). What a box has outside of the tensor arrives as 0.
+    `shape` and `stride`, in elements: how the tensor is seen, outermost axis first, the last one contiguous. `box`: its
+    elements an axis. `swizzle`: the bytes of a row of the box, among which its units of 16 are exchanged (32, 64 or
+    128). What a box has outside of the shape arrives as 0.
     """
 
     facts: TensorFacts
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
 

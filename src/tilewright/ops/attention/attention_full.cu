@@ -1,36 +1,33 @@
 // Attention where every query sees the same keys (no causal mask, window or prefix; key lengths are fine), for Hopper, by
-// hand. What it has over the kernels in Triton: descriptors that the host made, so that copies are asked for at once,
-// and parts of the keys that are joined through the shared memory of neighbours, not by a second launch.
+// hand. What it has over the kernels in Triton: descriptors that the host made, so that copies are asked for at once;
+// heads of 72 in products of 72; and parts of the keys that are joined through the shared memory of a neighbour, not by a
+// second launch.
 //
 // A block has M rows of queries: PACK heads that read the same keys, side by side for each query. Each of its two
-// warpgroups has half of them. Keys and values come in tiles of N by hardware copies (TMA). The PARTS blocks of a cluster
-// have the same queries and share the keys; each finishes a share of the columns.
+// warpgroups has half of them, and they take turns: while one multiplies, scores of a tile of keys and the values of the
+// tile before, the other is at its exponentials. Where tiles of N keys or values are few, there is room for all, and the
+// warps ask for all at once, in rows as they lie; else a warp of its own has them brought by hardware copies (TMA). The
+// PARTS blocks of a cluster have the same queries and half of the keys each; each finishes half of the columns.
 //
-// Defines: TYPE ("bf16", "f16"), WIDTH and V_WIDTH (columns of a head), PACK, N (keys a tile: 64, 128, 256), SLOTS (tiles
-// of keys or values at a time), PARTS, LENGTHS (keys end where kv_len says), SIGN (of the scale), REGISTERS (of a
-// multiplying thread, where a warp of its own brings tiles; 0: all tiles have a slot and are asked for at once), REST
-// (only then: up to 16 columns that panels of 64 leave have a panel of their own). Which go with which call is settled
-// in cuda.py.
+// Defines: TYPE ("bf16", "f16"), WIDTH and V_WIDTH (columns of a head, multiples of 8), PACK, N (keys a tile: 64, 128,
+// 256), SLOTS (tiles of keys or values at a time), PARTS (1, 2), LENGTHS (keys end where kv_len says), SIGN (of the
+// scale), REGISTERS (of a multiplying thread, where a warp of its own brings tiles; 0: there is a slot for every tile).
+// Which go with which call is settled in cuda.py.
 #include "attention_full.cuh"
 
 constexpr int M = 128;
 constexpr int THREADS = REGISTERS ? 384 : 256;
 
-constexpr int panels(int width) { return width / 64 + (width % 64 > 16 * REST); }
-constexpr int D = panels(WIDTH), D_REST = WIDTH > D * 64;
-constexpr int DV = panels(V_WIDTH), DV_REST = V_WIDTH > DV * 64;
-constexpr int tile_bytes(int rows, int whole, int rest) { return rows * (whole * 128 + rest * 32); }
-constexpr int Q_BYTES = tile_bytes(M, D, D_REST);
-constexpr int K_BYTES = tile_bytes(N, D, D_REST), V_BYTES = tile_bytes(N, DV, DV_REST);
+constexpr int D = (WIDTH + 63) / 64, DV = (V_WIDTH + 63) / 64;  // panels of 64 columns
+constexpr int STEPS = (WIDTH + 15) / 16;                        // of a product of scores
+constexpr int COLUMNS = product_of(V_WIDTH);
+constexpr int Q_BYTES = M * D * 128, K_BYTES = N * D * 128, V_BYTES = N * DV * 128;
 constexpr int SLOT_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 
-constexpr int CHUNK = DV % 4 == 0 ? 4 : DV % 2 == 0 ? 2 : 1;  // panels of values a product takes
-constexpr int EIGHTS = 8 * DV + 2 * DV_REST;                  // columns of the output, by 8
-constexpr int SHARE = ((EIGHTS + 3) / 4 + PARTS - 1) / PARTS * 4;  // of which a block of the cluster finishes so many
-constexpr int GIVEN = SHARE * 4 * 256 * 4;                         // bytes, from one block to another
-
-static_assert(!REST || !REGISTERS, "panels of 16 columns come at once or not at all");
-static_assert(PARTS == 1 || SLOTS * SLOT_BYTES >= (PARTS - 1) * GIVEN, "blocks exchange sums where tiles were");
+constexpr int EIGHTS = COLUMNS / 8;                             // of columns of the output
+constexpr int SHARE = ((EIGHTS + 3) / 4 + PARTS - 1) / PARTS * 4;  // that a block of the cluster finishes
+constexpr int GIVEN = PARTS > 1 ? SHARE * 4 * 256 * 4 : 0;         // bytes, from one block to the other
+constexpr int RING = Q_BYTES > GIVEN ? Q_BYTES : GIVEN;            // it goes where queries were
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -40,8 +37,8 @@ struct Sums {
 };
 
 struct Shared {
-    u64 q_full, full[SLOTS], empty[SLOTS];
-    float top[PARTS][M], sum[PARTS][M];
+    u64 q_full[2], full[SLOTS], empty[SLOTS];
+    float top[M], sum[M];  // of the other part
 };
 
 // Scores become weights, and the sums so far shrink to the new largest score. `left`: how many of the keys are there.
@@ -83,21 +80,18 @@ __device__ __forceinline__ void soften(float (&s)[N / 2], Sums& sums, float fact
     for (int i = 0; i < EIGHTS * 4; i++) sums.out[i] *= shrink[i % 4 / 2];
 }
 
-#if REST
-// The 16-byte units of a panel of 16 columns, 0 from `lines` and from `columns` on; neighbours in a row are exchanged as
-// the swizzle of 32 bytes has them.
-__device__ __forceinline__ void bring_rest(
-    char* to, const char* from, long long step, int rows, int lines, int columns, int pack, long long pack_step) {
-    for (int i = threadIdx.x; i < rows * 2; i += 256) {
-        const int row = i / 2, unit = i % 2, line = row / pack;
-        uint4 got = make_uint4(0, 0, 0, 0);
-        if (line < lines && unit * 8 < columns) {
-            got = *(const uint4*)(from + (line * step + row % pack * pack_step) * 2 + unit * 16);
-        }
-        *(uint4*)(to + row * 32 + (unit ^ (row / 4 % 2)) * 16) = got;
+// Of a tile of ROWS rows COUNT units of 16 bytes each are under way, as the swizzle of 128 bytes has them; 0 from `lines`
+// and from HAVE on. PACKED lines, `pack_step` apart, make a row of `step`.
+template <int ROWS, int COUNT, int HAVE, int PACKED>
+__device__ __forceinline__ void bring_rows(u32 to, const char* from, long long step, long long pack_step, int lines) {
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * COUNT; i += 256) {
+        const int row = i / COUNT, unit = i % COUNT, line = row / PACKED;
+        const bool there = line < lines && unit < HAVE;
+        const char* at = there ? from + (line * step + row % PACKED * pack_step) * 2 + unit * 16 : from;
+        copy_unit(to + (unit / 8 * ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16, at, there);
     }
 }
-#endif
 
 // Lanes whose bit `bit` is not set give `high` for the neighbour's `low`.
 __device__ __forceinline__ void exchange(u32& low, u32& high, int bit) {
@@ -107,7 +101,7 @@ __device__ __forceinline__ void exchange(u32& low, u32& high, int bit) {
     else high = got;
 }
 
-// Writes the columns by 8 from FROM to TO of two rows.
+// Writes the columns by 8 from FROM to TO of two rows, of what a thread has.
 template <int FROM, int TO>
 __device__ __forceinline__ void write(const float (&out)[EIGHTS * 4], char* (&to)[2], const bool (&there)[2]) {
     const int quad = threadIdx.x % 4;
@@ -138,45 +132,43 @@ __device__ __forceinline__ void write(const float (&out)[EIGHTS * 4], char* (&to
     }
 }
 
-// Adds what the others of the cluster gave of this block's columns, and writes them.
+// Finishes the columns of a part, with what the other part `gave` of them.
 template <int PART>
-__device__ __forceinline__ void join(
-    Sums& sums, const float4* given, const float (&scale)[PARTS][2], const bool (&seen)[2], char* (&to)[2],
-    const bool (&there)[2]) {
+__device__ __forceinline__ void finish(
+    Sums& sums, const float4* given, const float (&own)[2], const float (&other)[2], const bool (&seen)[2],
+    char* (&to)[2], const bool (&there)[2]) {
     constexpr int FROM = PART * SHARE < EIGHTS ? PART * SHARE : EIGHTS;
     constexpr int TO = FROM + SHARE < EIGHTS ? FROM + SHARE : EIGHTS;
 #pragma unroll
     for (int b = FROM; b < TO; b++) {
         float* x = sums.out + 4 * b;
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] *= scale[PART][e / 2];
-#pragma unroll
-        for (int other = 0; other < PARTS; other++) {
-            if (other == PART) continue;
-            const int slot = other - (other > PART);
-            const float4 y = given[(slot * SHARE + b - FROM) * 256 + threadIdx.x];
-            x[0] += y.x * scale[other][0], x[1] += y.y * scale[other][0];
-            x[2] += y.z * scale[other][1], x[3] += y.w * scale[other][1];
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if constexpr (PARTS > 1) {
+            y = given[(b - FROM) * 256 + threadIdx.x];
+            y.x *= other[0], y.y *= other[0], y.z *= other[1], y.w *= other[1];
         }
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = seen[e / 2] ? x[e] : 0.0f;  // 0 times whatever it was multiplied by
+        // Where nothing was seen it is 0 times whatever values were.
+        x[0] = seen[0] ? x[0] * own[0] + y.x : 0.0f, x[1] = seen[0] ? x[1] * own[0] + y.y : 0.0f;
+        x[2] = seen[1] ? x[2] * own[1] + y.z : 0.0f, x[3] = seen[1] ? x[3] * own[1] + y.w : 0.0f;
     }
     write<FROM, TO>(sums.out, to, there);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
+#if REGISTERS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-#if REST
+#else
     const char* q, const char* k, const char* v, long long q_batch, long long q_row, long long q_head,
     long long k_batch, long long k_row, long long k_head, long long v_batch, long long v_row, long long v_head,
 #endif
     const int* kv_len, char* o, float* lse, long long rows, long long keys, long long tiles, long long heads,
     long long group, float factor) {
     extern __shared__ __align__(1024) char memory[];
-    char* const ring = memory + Q_BYTES;
+    char* const ring = memory + RING;
     Shared& shared = *(Shared*)(ring + SLOTS * SLOT_BYTES);
     const u32 q_at = shared_address(memory), ring_at = shared_address(ring);
+    const u32 q_full = shared_address(shared.q_full), full = shared_address(shared.full);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int part = blockIdx.x % PARTS, number = blockIdx.x / PARTS;
 
@@ -184,75 +176,92 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     const int packs = (int)heads / PACK, batch = both / packs, head = both % packs * PACK;
     const int key_head = head / (int)group, first = tile * (M / PACK);  // query
     const int all = LENGTHS ? min(max(kv_len[batch], 0), (int)keys) : (int)keys;
-    const int mine = ((all + N - 1) / N + PARTS - 1) / PARTS * N;  // keys of a block of the cluster
+    const int mine = ((all + N - 1) / N + PARTS - 1) / PARTS * N;  // keys of a part
     const int start = min(part * mine, all), there = min(mine, all - start), blocks = (there + N - 1) / N;
 
-    auto ask = [&](const TensorMap& map, u32 to, u32 barrier, int count, int height, int which, int row) {
+    // Tiles come in the order K0 V0 K1 V1.
+#if REGISTERS
+    const u32 empty = shared_address(shared.empty);
+    // One copy where columns are whole panels, else one a panel, which ends where the columns do.
+    auto ask = [&](const TensorMap& map, u32 to, u32 barrier, int width, int panel_bytes, int which, int row) {
+        const int copies = width % 64 ? (width + 63) / 64 : 1;
 #pragma unroll
-        for (int p = 0; p < count; p++) copy_box(map, to + p * height * 128, barrier, p * 64, which, row, batch);
+        for (int p = 0; p < copies; p++) copy_box(map, to + p * panel_bytes, barrier, p * 64, which, row, 0, batch);
     };
-    auto bring = [&](int n) {  // tiles come in the order K0 V0 K1 V1
-        const u32 barrier = shared_address(&shared.full[n % SLOTS]), to = ring_at + n % SLOTS * SLOT_BYTES;
+    auto bring = [&](int n) {
+        const u32 to = ring_at + n % SLOTS * SLOT_BYTES, barrier = full + n % SLOTS * 8;
         const int row = start + n / 2 * N;
-        barrier_expect(barrier, N * 128 * (n % 2 ? DV : D));
-        if (n % 2) ask(v_map, to, barrier, DV, N, key_head, row);
-        else ask(k_map, to, barrier, D, N, key_head, row);
+        barrier_expect(barrier, n % 2 ? V_BYTES : K_BYTES);
+        if (n % 2) ask(v_map, to, barrier, V_WIDTH, N * 128, key_head, row);
+        else ask(k_map, to, barrier, WIDTH, N * 128, key_head, row);
     };
-    const int bringer = REGISTERS ? 8 : 0;  // warp
-    if (warp == bringer && lane == 0) {
-        barrier_init(shared_address(&shared.q_full), 1);
+    auto bring_queries = [&](int half) {
+        barrier_expect(q_full + half * 8, Q_BYTES / 2);
+        ask(q_map, q_at + half * (Q_BYTES / 2), q_full + half * 8, WIDTH, M / 2 * 128, head,
+            first + half * (M / 2 / PACK));
+    };
+    if (thread == 256) {
+        prefetch(q_map);
+        prefetch(k_map);
+        prefetch(v_map);
+        barrier_init(q_full, 1);
+        barrier_init(q_full + 8, 1);
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++) {
-            barrier_init(shared_address(&shared.full[slot]), 1);
-            barrier_init(shared_address(&shared.empty[slot]), 8);
+            barrier_init(full + slot * 8, 1);
+            barrier_init(empty + slot * 8, 8);
         }
         barrier_init_fence();
-        const u32 barrier = shared_address(&shared.q_full);
-        barrier_expect(barrier, M * 128 * D);
-        ask(q_map, q_at, barrier, D, M, head, first);
-        for (int n = 0; n < min(SLOTS, 2 * blocks); n++) bring(n);
     }
-    __syncwarp();
-#if REST
-    if constexpr (D_REST) {
-        const int left = WIDTH - D * 64;
-        q += batch * q_batch * 2 + first * q_row * 2 + head * q_head * 2 + D * 128;
-        k += batch * k_batch * 2 + start * k_row * 2 + key_head * k_head * 2 + D * 128;
-        bring_rest(memory + D * M * 128, q, q_row, M, (int)rows - first, left, PACK, q_head);
-        for (int block = 0; block < blocks; block++) {
-            bring_rest(ring + 2 * block * SLOT_BYTES + D * N * 128, k + block * N * k_row * 2, k_row, N,
-                       there - block * N, left, 1, 0);
-        }
-    }
-    if constexpr (DV_REST) {
-        v += batch * v_batch * 2 + start * v_row * 2 + key_head * v_head * 2 + DV * 128;
-        for (int block = 0; block < blocks; block++) {
-            bring_rest(ring + (2 * block + 1) * SLOT_BYTES + DV * N * 128, v + block * N * v_row * 2, v_row, N,
-                       there - block * N, V_WIDTH - DV * 64, 1, 0);
-        }
-    }
-    fence_for_copies();
-#endif
     __syncthreads();
-
-    if constexpr (REGISTERS) {
-        if (warp >= 8) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-            if (warp == bringer && lane == 0) {
-                for (int n = SLOTS; n < 2 * blocks; n++) {
-                    barrier_wait(shared_address(&shared.empty[n % SLOTS]), (n / SLOTS - 1) & 1);
-                    bring(n);
-                }
+    if (warp >= 8) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == 256) {
+            bring_queries(0);
+            for (int n = 0; n < 2 * blocks; n++) {
+                if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
+                bring(n);
+                if (n == 0) bring_queries(1);
             }
-            if constexpr (PARTS > 1) {
-                __syncwarp();
-                cluster_sync();
-                cluster_sync();
-            }
-            return;
         }
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS ? REGISTERS : 24));
+        if constexpr (PARTS > 1) {
+            __syncwarp();
+            cluster_arrive();
+            cluster_wait();
+            cluster_arrive();
+            cluster_wait();
+        }
+        return;
     }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#else
+    if (thread == 0) {
+        barrier_init(q_full, 256);
+        barrier_init(q_full + 8, 256);
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++) barrier_init(full + slot * 8, 256);
+    }
+    __syncthreads();
+    q += (batch * q_batch + first * q_row + head * q_head) * 2;
+    k += (batch * k_batch + start * k_row + key_head * k_head) * 2;
+    v += (batch * v_batch + start * v_row + key_head * v_head) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int skipped = half * (M / 2 / PACK);
+        bring_rows<M / 2, 2 * STEPS, WIDTH / 8, PACK>(q_at + half * (Q_BYTES / 2), q + skipped * q_row * 2, q_row,
+                                                      q_head, (int)rows - first - skipped);
+        copies_arrive(q_full + half * 8);
+    }
+#pragma unroll
+    for (int n = 0; n < SLOTS; n++) {
+        const u32 to = ring_at + n * SLOT_BYTES;
+        const int skipped = n / 2 * N;
+        if (skipped >= there) break;
+        if (n % 2) bring_rows<N, V_WIDTH / 8, V_WIDTH / 8, 1>(to, v + skipped * v_row * 2, v_row, 0, there - skipped);
+        else bring_rows<N, 2 * STEPS, WIDTH / 8, 1>(to, k + skipped * k_row * 2, k_row, 0, there - skipped);
+        copies_arrive(full + n * 8);
+    }
+#endif
 
     const int warpgroup = warp / 4;
     const float power = __int_as_float((__float_as_int(factor) + 0x7fffff) & 0x7f800000);
@@ -261,135 +270,139 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     for (float& x : sums.out) x = 0.0f;
     sums.top[0] = sums.top[1] = -INFINITE;
     sums.sum[0] = sums.sum[1] = 0.0f;
-    barrier_wait(shared_address(&shared.q_full), 0);
-    for (int block = 0; block < blocks; block++) {
-        const int k_slot = 2 * block % SLOTS, v_slot = (2 * block + 1) % SLOTS;
-        const u32 k_at = ring_at + k_slot * SLOT_BYTES, v_at = ring_at + v_slot * SLOT_BYTES;
-        float s[N / 2];
-        barrier_wait(shared_address(&shared.full[k_slot]), 2 * block / SLOTS & 1);
-        products_begin();
-#pragma unroll
-        for (int p = 0; p < D; p++) {
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                add_scores(s, tile_at<128>(q_at + (p * M + warpgroup * 64) * 128 + k * 32),
-                           tile_at<128>(k_at + p * N * 128 + k * 32), p + k);
-            }
-        }
-        if constexpr (D_REST) {
-            add_scores(s, tile_at<32>(q_at + D * M * 128 + warpgroup * 64 * 32), tile_at<32>(k_at + D * N * 128), D);
-        }
-        products_end();
-        products_wait<0>();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[k_slot]));
+    float s[N / 2];
+    u32 weights[N / 16][4];
 
-        const int left = there - block * N;
-        soften(s, sums, factor, power, left);
-        barrier_wait(shared_address(&shared.full[v_slot]), (2 * block + 1) / SLOTS & 1);
-        if constexpr (LENGTHS) {
-            if (left < N) {  // what lies behind the length may be anything, and 0 times NaN is NaN
-                for (int i = thread % 256; i < (N - left) * DV * 8; i += 256) {
-                    const int panel = i / 8 % DV, row = left + i / (8 * DV);
-                    *(uint4*)(ring + v_slot * SLOT_BYTES + (panel * N + row) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
-                }
-                fence_for_copies();
-                meet(1, 256);
-            }
-        }
-        u32 weights[N / 16][4];
+    auto await = [&](u32 barrier, int parity) {
+        barrier_wait(barrier, parity);
+        if constexpr (!REGISTERS) fence_for_copies();
+    };
+    auto arrived = [&](int n) { await(full + n % SLOTS * 8, n / SLOTS & 1); };
+    auto done_with = [&](int n) {
+#if REGISTERS
+        if (lane == 0) barrier_arrive(empty + n % SLOTS * 8);
+#endif
+    };
+    auto score = [&](int block) {
+        const u32 queries = q_at + warpgroup * (Q_BYTES / 2), at = ring_at + 2 * block % SLOTS * SLOT_BYTES;
 #pragma unroll
-        for (int i = 0; i < N / 4; i++) weights[i / 4][i % 4] = pair(s[2 * i], s[2 * i + 1]);
-        products_begin();
+        for (int k = 0; k < STEPS; k++) {
+            add_scores(s, tile_at<128>(queries + k / 4 * (M / 2) * 128 + k % 4 * 32),
+                       tile_at<128>(at + k / 4 * N * 128 + k % 4 * 32), k);
+        }
+    };
+    auto weigh = [&](int block) {
+        const u32 at = ring_at + (2 * block + 1) % SLOTS * SLOT_BYTES;
 #pragma unroll
         for (int k = 0; k < N / 16; k++) {
-#pragma unroll
-            for (int c = 0; c < DV; c += CHUNK) {
-                add_weighted(numbers<CHUNK * 32>(sums.out, c * 32), weights[k],
-                             tile_at<128>(v_at + c * N * 128 + k * 16 * 128, N * 128));
-            }
-            if constexpr (DV_REST) {
-                add_weighted(numbers<8>(sums.out, DV * 32), weights[k], tile_at<32>(v_at + DV * N * 128 + k * 16 * 32));
-            }
+            add_weighted(sums.out, weights[k], tile_at<128>(at + k * 16 * 128, N * 128));
         }
+    };
+    auto soften_block = [&](int block) {
+        soften(s, sums, factor, power, there - block * N);
+#pragma unroll
+        for (int i = 0; i < N / 4; i++) weights[i / 4][i % 4] = pair(s[2 * i], s[2 * i + 1]);
+    };
+
+    if (blocks > 0) {
+        if (warpgroup == 1) tell(2);  // the first has the first turn
+        await(q_full + warpgroup * 8, 0);
+        arrived(0);
+        meet(2 + warpgroup);
+        products_begin();
+        score(0);
         products_end();
         products_wait<0>();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[v_slot]));
+        tell(3 - warpgroup);
+        done_with(0);
+        soften_block(0);
+        for (int block = 1; block < (REGISTERS ? blocks : min(blocks, SLOTS / 2)); block++) {
+            arrived(2 * block);
+            arrived(2 * block - 1);
+            meet(2 + warpgroup);
+            products_begin();
+            score(block);
+            weigh(block - 1);
+            products_end();
+            products_wait<0>();
+            tell(3 - warpgroup);
+            done_with(2 * block);
+            done_with(2 * block - 1);
+            soften_block(block);
+        }
+        if constexpr (PARTS > 1) cluster_arrive();  // done with queries
+        arrived(2 * blocks - 1);
+        const int left = there - (blocks - 1) * N;
+        if (REGISTERS && LENGTHS && left < N) {  // what lies behind may be anything, and 0 times NaN is NaN
+            char* const values = ring + (2 * blocks - 1) % SLOTS * SLOT_BYTES;
+            for (int i = thread; i < (N - left) * DV * 8; i += 256) {
+                *(uint4*)(values + (i / 8 % DV * N + left + i / (8 * DV)) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+            }
+            fence_for_copies();
+            meet(1);
+        }
+        meet(2 + warpgroup);
+        products_begin();
+        weigh(blocks - 1);
+        products_end();
+        if (warpgroup == 0) tell(3);
+#pragma unroll
+        for (float& sum : sums.sum) {
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+        }
+        products_wait<0>();
+    } else if constexpr (PARTS > 1) {
+        cluster_arrive();
     }
 
     const int line = warp * 16 + lane / 4;
-    float tops[PARTS][2], totals[PARTS][2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float& sum = sums.sum[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        tops[0][half] = sums.top[half];
-        totals[0][half] = sum;
-    }
     if constexpr (PARTS > 1) {
-        cluster_sync();  // nobody reads tiles any more
+        const int other = 1 - part;
+        cluster_wait();
 #pragma unroll
-        for (int other = 0; other < PARTS; other++) {
+        for (int half = 0; half < 2; half++) {
             if (lane % 4 == 0) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const u32 at = address_in(shared_address(&shared.top[part][line + 8 * half]), other);
-                    const u32 sum_at = address_in(shared_address(&shared.sum[part][line + 8 * half]), other);
-                    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(sums.top[half]) : "memory");
-                    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(sum_at), "f"(sums.sum[half]) : "memory");
-                }
-            }
-            if (other == part) continue;
-            const u32 to = address_in(ring_at, other) + (part - (part > other)) * GIVEN + thread * 16;
-#pragma unroll
-            for (int b = other * SHARE; b < min((other + 1) * SHARE, EIGHTS); b++) {
-                const float* x = sums.out + 4 * b;
-                put_4(to + (b - other * SHARE) * 256 * 16, x[0], x[1], x[2], x[3]);
+                put(address_in(shared_address(&shared.top[line + 8 * half]), other), sums.top[half]);
+                put(address_in(shared_address(&shared.sum[line + 8 * half]), other), sums.sum[half]);
             }
         }
-        cluster_sync();
+        const u32 to = address_in(q_at, other) + thread * 16;
+        auto give = [&](int from) {
 #pragma unroll
-        for (int other = 0; other < PARTS; other++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                tops[other][half] = shared.top[other][line + 8 * half];
-                totals[other][half] = shared.sum[other][line + 8 * half];
+            for (int b = 0; b < SHARE; b++) {
+                const float* x = sums.out + 4 * (from + b);
+                if (from + b < EIGHTS) put_4(to + b * 256 * 16, x[0], x[1], x[2], x[3]);
             }
-        }
+        };
+        if (part == 0) give(SHARE);
+        else give(0);
+        cluster_arrive();
+        cluster_wait();
     }
 
-    float scale[PARTS][2];
+    float own[2], other[2];
     char* to[2];
     bool seen[2], is_there[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int at = line + 8 * half, query = first + at / PACK, which = head + at % PACK;
-        float top = tops[0][half], sum = 0.0f;
-#pragma unroll
-        for (int other = 1; other < PARTS; other++) top = fmaxf(top, tops[other][half]);
-        const float base = top == -INFINITE ? 0.0f : top;
-#pragma unroll
-        for (int other = 0; other < PARTS; other++) {
-            scale[other][half] = power_of_2((tops[other][half] - base) * factor);
-            sum += totals[other][half] * scale[other][half];
-        }
+        const float their_top = PARTS > 1 ? shared.top[at] : -INFINITE, their_sum = PARTS > 1 ? shared.sum[at] : 0.0f;
+        const float top = fmaxf(sums.top[half], their_top), base = top == -INFINITE ? 0.0f : top;
+        own[half] = power_of_2((sums.top[half] - base) * factor);
+        other[half] = power_of_2((their_top - base) * factor);
+        const float sum = sums.sum[half] * own[half] + their_sum * other[half];
         seen[half] = sum != 0.0f;
-        const float inverse = seen[half] ? 1.0f / sum : 0.0f;  // of NaN it is NaN
-#pragma unroll
-        for (int other = 0; other < PARTS; other++) scale[other][half] *= inverse;
+        const float scale = 1.0f / sum;  // of NaN it is NaN
+        own[half] *= scale;
+        other[half] *= scale;
         is_there[half] = query < rows;
         to[half] = o + (((long long)batch * rows + query) * heads + which) * (V_WIDTH * 2);
         if (part == 0 && lane % 4 == 0 && is_there[half]) {  // -Inf where nothing was seen
             lse[((long long)batch * heads + which) * rows + query] = (top * factor + log2f(sum)) * 0.6931471805599453f;
         }
     }
-    const float4* const given = (const float4*)ring;
-    if (PARTS == 1 || part == 0) join<0>(sums, given, scale, seen, to, is_there);
-#if PARTS > 1
-    if (part == 1) join<1>(sums, given, scale, seen, to, is_there);
-#endif
-#if PARTS > 2
-    if (part == 2) join<2>(sums, given, scale, seen, to, is_there);
-    if (part == 3) join<3>(sums, given, scale, seen, to, is_there);
-#endif
+    const float4* const given = (const float4*)memory;
+    if (PARTS == 1 || part == 0) finish<0>(sums, given, own, other, seen, to, is_there);
+    else finish<PARTS - 1>(sums, given, own, other, seen, to, is_there);
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tilewright.backends.cuda import Source
-from tilewright.core.call import Call
+from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, TensorMap
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.cuda_configs import PANEL, ROWS, pack_of, shared_of
@@ -20,15 +20,16 @@ TYPES = {torch.float16: '"f16"', torch.bfloat16: '"bf16"'}
 
 def forward(call: Call, config: Config) -> Launch:
     """o and lse."""
-    q, k, v, pack, rest = call.q, call.k, call.v, pack_of(call), bool(config.rest)
+    q, k, v, pack = call.q, call.k, call.v, pack_of(call)
     tiles = -(-q.shape[1] * pack // ROWS)
-    keys = (1, config.n, 1, PANEL)
-    args: dict[str, Argument] = {
-        "q_map": TensorMap(q, (1, ROWS // pack, pack, PANEL), PANEL * q.dtype.itemsize),
-        "k_map": TensorMap(k, keys, PANEL * k.dtype.itemsize),
-        "v_map": TensorMap(v, keys, PANEL * v.dtype.itemsize),
-    }
-    if rest:
+    args: dict[str, Argument] = {}
+    if config.registers:
+        args |= {
+            "q_map": _tiles(q, ROWS // 2 // pack, pack),
+            "k_map": _tiles(k, config.n, 1),
+            "v_map": _tiles(v, config.n, 1),
+        }
+    else:
         args |= {"q": q, "k": k, "v": v}
         args |= {**arguments.strides(q, 1), **arguments.strides(k, 1), **arguments.strides(v, 1)}
     args |= {
@@ -39,7 +40,7 @@ def forward(call: Call, config: Config) -> Launch:
     constants = {
         "TYPE": TYPES[q.dtype], "WIDTH": q.columns, "V_WIDTH": v.columns, "PACK": pack, "N": config.n,
         "SLOTS": config.slots, "PARTS": config.parts, "LENGTHS": call.has("kv_len"), "SIGN": arguments.sign_of(call),
-        "REGISTERS": config.registers, "REST": rest,
+        "REGISTERS": config.registers,
     }  # fmt: skip
     return Launch(
         FULL,
@@ -52,3 +53,13 @@ def forward(call: Call, config: Config) -> Launch:
             "cluster": (config.parts, 1, 1),
         },
     )
+
+
+def _tiles(facts: TensorFacts, rows: int, heads: int) -> TensorMap:
+    """[B, S, H, D] as tiles of rows of some heads, in panels: an axis of their own where columns are whole panels, so
+    that a tile is one box."""
+    (batch, length, count, columns), (batch_step, row_step, head_step, _) = facts.shape, facts.stride
+    panels = 1 if columns % PANEL else columns // PANEL
+    shape = (batch, panels, length, count, columns // panels)
+    stride = (batch_step, PANEL, row_step, head_step, 1)
+    return TensorMap(facts, shape, stride, (1, panels, rows, heads, PANEL), PANEL * facts.dtype.itemsize)

@@ -2,15 +2,14 @@
 
 Config keys: `n` keys a tile; `slots` tiles of keys or values in shared memory at a time; `parts`, blocks of a cluster
 that share the keys; `registers` of a multiplying thread where a warp of its own brings tiles (0: there is a slot for
-every tile, and all are asked for at once); `rest` 1 where up to 16 columns that panels of 64 leave have a panel of
-their own.
+every tile, and all are asked for at once).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tilewright.core.call import Call, TensorFacts
+from tilewright.core.call import Call
 from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.attention.masks import Rules
@@ -20,29 +19,26 @@ ROWS = 128
 """Of a block: queries times the heads that are packed."""
 PANEL = 64
 """Columns that lie together in shared memory."""
-REST = 16
 ROOM = 227 << 10
 """Bytes of shared memory that a block may have."""
 MOST_SLOTS = 8
+NUMBERS = 160 * 128
+"""Keys a tile times columns of a head for which the scores and sums of a thread fit its registers."""
 
 
 def pack_of(call: Call) -> int:
-    """How many query heads share a block's rows: all that read the same keys, where they fill whole queries."""
+    """How many query heads share a block's rows: all that read the same keys, where they fill whole queries of each
+    half."""
     group: int = call.q.shape[2] // call.k.shape[2]
-    return group if ROWS % group == 0 else 1
+    return group if ROWS // 2 % group == 0 else 1
 
 
 def shared_of(call: Call, config: Config) -> int:
-    """Bytes of a block: queries, slots, barriers, and two numbers a row of each part."""
-    wide, v_wide = (_row_bytes(facts, bool(config.rest)) for facts in (call.q, call.v))
+    """Bytes of a block: queries, or what the other part gives of its sums; slots; barriers; two numbers a row."""
+    wide, v_wide = (-(-facts.columns // PANEL) * PANEL * facts.dtype.itemsize for facts in (call.q, call.v))
+    given = ROWS * v_wide if config.parts > 1 else 0
     slots = int(config.slots)
-    return ROWS * wide + slots * config.n * max(wide, v_wide) + 8 * (1 + 2 * slots) + 8 * ROWS * int(config.parts)
-
-
-def _row_bytes(facts: TensorFacts, rest: bool) -> int:
-    whole, left = divmod(facts.columns, PANEL)
-    columns = whole * PANEL + (0 if left == 0 else REST if rest and left <= REST else PANEL)
-    return int(columns * facts.dtype.itemsize)
+    return int(max(ROWS * wide, given) + slots * config.n * max(wide, v_wide) + 8 * (2 + 2 * slots) + 8 * ROWS)
 
 
 def full_configs(call: Call) -> tuple[Config, ...]:
@@ -50,26 +46,20 @@ def full_configs(call: Call) -> tuple[Config, ...]:
     keys, wide = power_of_2_at_least(call.k.shape[1]), max(call.q.columns, call.v.columns)
     tiles = power_of_2_at_least(call.q.shape[1]) * pack_of(call) // ROWS
     blocks = max(1, tiles) * (call.q.shape[2] // pack_of(call)) * power_of_2_at_least(call.q.shape[0])
-    rest = int(any(0 < facts.columns % PANEL <= REST for facts in (call.q, call.v)))
     found: list[Config] = []
-    for parts in (1, 2, 4):
-        if parts > 1 and (parts * 64 > keys or blocks * parts > 2 * call.device.multiprocessors):
+    for parts in (1, 2):
+        if parts > 1 and (parts * 64 > keys or blocks > call.device.multiprocessors):
             continue
-        for n in (128, 64, 256):
-            if n > 64 and (n * parts > keys or n * wide > 160 * 128):  # scores and sums of a thread fit its registers
+        for n in (256, 128, 64):
+            if n > 64 and (n * parts > keys or n * wide > NUMBERS):
                 continue
             needed = 2 * -(-keys // (n * parts))
-            at_once = Config(n=n, slots=needed, parts=parts, registers=0, rest=rest)
+            at_once = Config(n=n, slots=needed, parts=parts, registers=0)
             if needed <= MOST_SLOTS and shared_of(call, at_once) <= ROOM:
                 found.append(at_once)
-                continue
-            if n > 128:
-                continue
-            for slots in range(MOST_SLOTS, 1, -1):
-                config = Config(n=n, slots=slots, parts=parts, registers=240, rest=0)
-                if shared_of(call, config) <= ROOM:
-                    found.append(config)
-                    break
+            elif n <= 128:
+                ways = (Config(n=n, slots=slots, parts=parts, registers=240) for slots in range(MOST_SLOTS, 1, -1))
+                found += [config for config in ways if shared_of(call, config) <= ROOM][:1]
     return tuple(found)
 
 
