@@ -5,9 +5,9 @@
 //
 // A block has M rows of queries: PACK heads that read the same keys, side by side for each query. Each of its two
 // warpgroups has half of them, and they take turns: while one multiplies, scores of a tile of keys and the values of the
-// tile before, the other is at its exponentials. Where tiles of N keys or values are few, there is room for all, and the
-// warps ask for all at once, in rows as they lie; else a warp of its own has them brought by hardware copies (TMA). The
-// PARTS blocks of a cluster have the same queries and half of the keys each; each finishes half of the columns.
+// tile before, the other is at its exponentials. Tiles of N keys or values come by hardware copies (TMA). Where they are
+// few, there is room for all and all are asked for at once; else a warp of its own has them brought. The PARTS blocks of
+// a cluster have the same queries and half of the keys each; each finishes half of the columns.
 //
 // Defines: TYPE ("bf16", "f16"), WIDTH and V_WIDTH (columns of a head, multiples of 8), PACK, N (keys a tile: 64, 128,
 // 256), SLOTS (tiles of keys or values at a time), PARTS (1, 2), LENGTHS (keys end where kv_len says), SIGN (of the
@@ -20,6 +20,10 @@ constexpr int THREADS = REGISTERS ? 384 : 256;
 
 constexpr int D = (WIDTH + 63) / 64, DV = (V_WIDTH + 63) / 64;  // panels of 64 columns
 constexpr int STEPS = (WIDTH + 15) / 16;                        // of a product of scores
+// Hardware copies a row of 16 bytes at the price of one of 128: where all is asked for at once, threads bring up to 16
+// columns that whole panels leave.
+constexpr bool beside(int width) { return !REGISTERS && width > 64 && width % 64 > 0 && width % 64 <= 16; }
+constexpr bool BESIDE = beside(WIDTH), V_BESIDE = beside(V_WIDTH);
 constexpr int COLUMNS = product_of(V_WIDTH);
 constexpr int Q_BYTES = M * D * 128, K_BYTES = N * D * 128, V_BYTES = N * DV * 128;
 constexpr int SLOT_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
@@ -80,16 +84,16 @@ __device__ __forceinline__ void soften(float (&s)[N / 2], Sums& sums, float fact
     for (int i = 0; i < EIGHTS * 4; i++) sums.out[i] *= shrink[i % 4 / 2];
 }
 
-// Of a tile of ROWS rows COUNT units of 16 bytes each are under way, as the swizzle of 128 bytes has them; 0 from `lines`
-// and from HAVE on. PACKED lines, `pack_step` apart, make a row of `step`.
+// Of the last panel of a tile of ROWS rows COUNT units of 16 bytes each are under way, as the swizzle of 128 bytes has
+// them; 0 from `lines` and from HAVE on. PACKED lines, `pack_step` apart, make a row of `step`.
 template <int ROWS, int COUNT, int HAVE, int PACKED>
-__device__ __forceinline__ void bring_rows(u32 to, const char* from, long long step, long long pack_step, int lines) {
+__device__ __forceinline__ void bring_last(u32 to, const char* from, long long step, long long pack_step, int lines) {
 #pragma unroll
     for (int i = threadIdx.x; i < ROWS * COUNT; i += 256) {
         const int row = i / COUNT, unit = i % COUNT, line = row / PACKED;
         const bool there = line < lines && unit < HAVE;
         const char* at = there ? from + (line * step + row % PACKED * pack_step) * 2 + unit * 16 : from;
-        copy_unit(to + (unit / 8 * ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16, at, there);
+        copy_unit(to + row * 128 + (unit ^ row % 8) * 16, at, there);
     }
 }
 
@@ -155,10 +159,9 @@ __device__ __forceinline__ void finish(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
-#if REGISTERS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-#else
+#if !REGISTERS
     const char* q, const char* k, const char* v, long long q_batch, long long q_row, long long q_head,
     long long k_batch, long long k_row, long long k_head, long long v_batch, long long v_row, long long v_head,
 #endif
@@ -179,87 +182,96 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     const int mine = ((all + N - 1) / N + PARTS - 1) / PARTS * N;  // keys of a part
     const int start = min(part * mine, all), there = min(mine, all - start), blocks = (there + N - 1) / N;
 
-    // Tiles come in the order K0 V0 K1 V1.
-#if REGISTERS
     const u32 empty = shared_address(shared.empty);
     // One copy where columns are whole panels, else one a panel, which ends where the columns do.
-    auto ask = [&](const TensorMap& map, u32 to, u32 barrier, int width, int panel_bytes, int which, int row) {
-        const int copies = width % 64 ? (width + 63) / 64 : 1;
+    auto ask = [&](const TensorMap& map, u32 to, u32 barrier, int width, int height, int which, int row) {
+        const int whole = width / 64, copies = width % 64 && !beside(width) ? whole + 1 : 1;
+        barrier_expect(barrier, height * 128 * max(whole, copies));
 #pragma unroll
-        for (int p = 0; p < copies; p++) copy_box(map, to + p * panel_bytes, barrier, p * 64, which, row, 0, batch);
-    };
-    auto bring = [&](int n) {
-        const u32 to = ring_at + n % SLOTS * SLOT_BYTES, barrier = full + n % SLOTS * 8;
-        const int row = start + n / 2 * N;
-        barrier_expect(barrier, n % 2 ? V_BYTES : K_BYTES);
-        if (n % 2) ask(v_map, to, barrier, V_WIDTH, N * 128, key_head, row);
-        else ask(k_map, to, barrier, WIDTH, N * 128, key_head, row);
+        for (int p = 0; p < copies; p++) copy_box(map, to + p * height * 128, barrier, p * 64, which, row, 0, batch);
     };
     auto bring_queries = [&](int half) {
-        barrier_expect(q_full + half * 8, Q_BYTES / 2);
-        ask(q_map, q_at + half * (Q_BYTES / 2), q_full + half * 8, WIDTH, M / 2 * 128, head,
+        ask(q_map, q_at + half * (Q_BYTES / 2), q_full + half * 8, WIDTH, M / 2, head,
             first + half * (M / 2 / PACK));
     };
-    if (thread == 256) {
+    auto bring = [&](int n) {  // tiles come in the order K0 V0 K1 V1
+        const u32 to = ring_at + n % SLOTS * SLOT_BYTES, barrier = full + n % SLOTS * 8;
+        const int row = start + n / 2 * N;
+        if (n % 2) ask(v_map, to, barrier, V_WIDTH, N, key_head, row);
+        else ask(k_map, to, barrier, WIDTH, N, key_head, row);
+        if (n == 0) bring_queries(1);
+    };
+    const int bringer = REGISTERS ? 256 : 0;  // thread
+    if (thread == bringer) {
         prefetch(q_map);
         prefetch(k_map);
         prefetch(v_map);
-        barrier_init(q_full, 1);
-        barrier_init(q_full + 8, 1);
+        barrier_init(q_full, 1 + 256 * BESIDE);
+        barrier_init(q_full + 8, 1 + 256 * BESIDE);
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++) {
-            barrier_init(full + slot * 8, 1);
-            barrier_init(empty + slot * 8, 8);
+            barrier_init(full + slot * 8, 1 + 256 * (slot % 2 ? V_BESIDE : BESIDE));
+            if constexpr (REGISTERS) barrier_init(empty + slot * 8, 8);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (thread == 256) {
-            bring_queries(0);
-            for (int n = 0; n < 2 * blocks; n++) {
-                if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
-                bring(n);
-                if (n == 0) bring_queries(1);
+    if constexpr (REGISTERS) {
+        if (warp >= 8) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+            if (thread == bringer) {
+                bring_queries(0);
+                for (int n = 0; n < 2 * blocks; n++) {
+                    if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
+                    bring(n);
+                }
             }
+            if constexpr (PARTS > 1) {
+                __syncwarp();
+                cluster_arrive();
+                cluster_wait();
+                cluster_arrive();
+                cluster_wait();
+            }
+            return;
         }
-        if constexpr (PARTS > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS ? REGISTERS : 24));
+    } else {
+        if (thread == bringer) {
+            bring_queries(0);
+            for (int n = 0; n < 2 * blocks; n++) bring(n);
         }
-        return;
+        __syncwarp();
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-#else
-    if (thread == 0) {
-        barrier_init(q_full, 256);
-        barrier_init(q_full + 8, 256);
+#if !REGISTERS
+    q += (batch * q_batch + first * q_row + head * q_head + WIDTH / 64 * 64) * 2;
+    k += (batch * k_batch + start * k_row + key_head * k_head + WIDTH / 64 * 64) * 2;
+    v += (batch * v_batch + start * v_row + key_head * v_head + V_WIDTH / 64 * 64) * 2;
+    if constexpr (BESIDE) {
 #pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++) barrier_init(full + slot * 8, 256);
-    }
-    __syncthreads();
-    q += (batch * q_batch + first * q_row + head * q_head) * 2;
-    k += (batch * k_batch + start * k_row + key_head * k_head) * 2;
-    v += (batch * v_batch + start * v_row + key_head * v_head) * 2;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int skipped = half * (M / 2 / PACK);
-        bring_rows<M / 2, 2 * STEPS, WIDTH / 8, PACK>(q_at + half * (Q_BYTES / 2), q + skipped * q_row * 2, q_row,
-                                                      q_head, (int)rows - first - skipped);
-        copies_arrive(q_full + half * 8);
+        for (int half = 0; half < 2; half++) {
+            const int skipped = half * (M / 2 / PACK);
+            bring_last<M / 2, STEPS * 2 - D * 8 + 8, WIDTH % 64 / 8, PACK>(
+                q_at + half * (Q_BYTES / 2) + (D - 1) * (M / 2) * 128, q + skipped * q_row * 2, q_row, q_head,
+                (int)rows - first - skipped);
+            copies_arrive(q_full + half * 8);
+        }
     }
 #pragma unroll
     for (int n = 0; n < SLOTS; n++) {
         const u32 to = ring_at + n * SLOT_BYTES;
         const int skipped = n / 2 * N;
         if (skipped >= there) break;
-        if (n % 2) bring_rows<N, V_WIDTH / 8, V_WIDTH / 8, 1>(to, v + skipped * v_row * 2, v_row, 0, there - skipped);
-        else bring_rows<N, 2 * STEPS, WIDTH / 8, 1>(to, k + skipped * k_row * 2, k_row, 0, there - skipped);
-        copies_arrive(full + n * 8);
+        if (n % 2 == 0 && BESIDE) {
+            bring_last<N, STEPS * 2 - D * 8 + 8, WIDTH % 64 / 8, 1>(to + (D - 1) * N * 128, k + skipped * k_row * 2, k_row, 0,
+                                                            there - skipped);
+            copies_arrive(full + n * 8);
+        }
+        if (n % 2 && V_BESIDE) {
+            bring_last<N, V_WIDTH % 64 / 8, V_WIDTH % 64 / 8, 1>(to + (DV - 1) * N * 128, v + skipped * v_row * 2, v_row,
+                                                                 0, there - skipped);
+            copies_arrive(full + n * 8);
+        }
     }
 #endif
 
@@ -275,13 +287,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
 
     auto await = [&](u32 barrier, int parity) {
         barrier_wait(barrier, parity);
-        if constexpr (!REGISTERS) fence_for_copies();
+        if constexpr (BESIDE || V_BESIDE) fence_for_copies();
     };
     auto arrived = [&](int n) { await(full + n % SLOTS * 8, n / SLOTS & 1); };
     auto done_with = [&](int n) {
-#if REGISTERS
-        if (lane == 0) barrier_arrive(empty + n % SLOTS * 8);
-#endif
+        if (REGISTERS && lane == 0) barrier_arrive(empty + n % SLOTS * 8);
     };
     auto score = [&](int block) {
         const u32 queries = q_at + warpgroup * (Q_BYTES / 2), at = ring_at + 2 * block % SLOTS * SLOT_BYTES;
@@ -333,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         if constexpr (PARTS > 1) cluster_arrive();  // done with queries
         arrived(2 * blocks - 1);
         const int left = there - (blocks - 1) * N;
-        if (REGISTERS && LENGTHS && left < N) {  // what lies behind may be anything, and 0 times NaN is NaN
+        if (LENGTHS && left < N) {  // what lies behind may be anything, and 0 times NaN is NaN
             char* const values = ring + (2 * blocks - 1) % SLOTS * SLOT_BYTES;
             for (int i = thread; i < (N - left) * DV * 8; i += 256) {
                 *(uint4*)(values + (i / 8 % DV * N + left + i / (8 * DV)) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);

@@ -12,7 +12,7 @@ from tilewright.backends.cuda import Source
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.launch import Argument, Config, Launch, TensorMap
 from tilewright.ops.attention import arguments
-from tilewright.ops.attention.cuda_configs import PANEL, ROWS, pack_of, shared_of
+from tilewright.ops.attention.cuda_configs import PANEL, REST, ROWS, pack_of, shared_of
 
 FULL = Source(Path(__file__).with_name("attention_full.cu"), "attention_full")
 TYPES = {torch.float16: '"f16"', torch.bfloat16: '"bf16"'}
@@ -22,14 +22,13 @@ def forward(call: Call, config: Config) -> Launch:
     """o and lse."""
     q, k, v, pack = call.q, call.k, call.v, pack_of(call)
     tiles = -(-q.shape[1] * pack // ROWS)
-    args: dict[str, Argument] = {}
-    if config.registers:
-        args |= {
-            "q_map": _tiles(q, ROWS // 2 // pack, pack),
-            "k_map": _tiles(k, config.n, 1),
-            "v_map": _tiles(v, config.n, 1),
-        }
-    else:
+    at_once = not config.registers
+    args: dict[str, Argument] = {
+        "q_map": _tiles(q, ROWS // 2 // pack, pack, at_once),
+        "k_map": _tiles(k, config.n, 1, at_once),
+        "v_map": _tiles(v, config.n, 1, at_once),
+    }
+    if at_once:
         args |= {"q": q, "k": k, "v": v}
         args |= {**arguments.strides(q, 1), **arguments.strides(k, 1), **arguments.strides(v, 1)}
     args |= {
@@ -55,11 +54,12 @@ def forward(call: Call, config: Config) -> Launch:
     )
 
 
-def _tiles(facts: TensorFacts, rows: int, heads: int) -> TensorMap:
-    """[B, S, H, D] as tiles of rows of some heads, in panels: an axis of their own where columns are whole panels, so
-    that a tile is one box."""
+def _tiles(facts: TensorFacts, rows: int, heads: int, at_once: bool) -> TensorMap:
+    """[B, S, H, D] as tiles of rows of some heads, in panels: an axis of their own where a tile is one box, that is
+    where columns are whole panels, or where threads bring what whole panels leave."""
     (batch, length, count, columns), (batch_step, row_step, head_step, _) = facts.shape, facts.stride
-    panels = 1 if columns % PANEL else columns // PANEL
-    shape = (batch, panels, length, count, columns // panels)
+    whole, left = divmod(columns, PANEL)
+    boxed = whole > 0 and (left == 0 or (at_once and left <= REST))
+    shape = (batch, whole if boxed else 1, length, count, PANEL if boxed else columns)
     stride = (batch_step, PANEL, row_step, head_step, 1)
-    return TensorMap(facts, shape, stride, (1, panels, rows, heads, PANEL), PANEL * facts.dtype.itemsize)
+    return TensorMap(facts, shape, stride, (1, shape[1], rows, heads, PANEL), PANEL * facts.dtype.itemsize)

@@ -19,6 +19,8 @@ ROWS = 128
 """Of a block: queries times the heads that are packed."""
 PANEL = 64
 """Columns that lie together in shared memory."""
+REST = 16
+"""Columns that panels leave and threads bring, at most, where all is asked for at once."""
 ROOM = 227 << 10
 """Bytes of shared memory that a block may have."""
 MOST_SLOTS = 8
