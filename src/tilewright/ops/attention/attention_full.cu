@@ -5,24 +5,27 @@
 //
 // A block has M rows of queries: PACK heads that read the same keys, side by side for each query. Each of its two
 // warpgroups has half of them, and they take turns: while one multiplies, scores of a tile of keys and the values of the
-// tile before, the other is at its exponentials. Tiles of N keys or values come by hardware copies (TMA). Where they are
-// few, there is room for all and all are asked for at once; else a warp of its own has them brought. The PARTS blocks of
-// a cluster have the same queries and half of the keys each; each finishes half of the columns.
+// tile before, the other is at its exponentials. Tiles of N keys or values come by hardware copies (TMA), and a warp of
+// its own has them brought. The PARTS blocks of a cluster have the same queries and half of the keys each; each finishes
+// half of the columns.
+//
+// AT_ONCE: there are at most two tiles of keys, all is asked for at once, and a warpgroup has all its scores before the
+// first exponential.
 //
 // Defines: TYPE ("bf16", "f16"), WIDTH and V_WIDTH (columns of a head, multiples of 8), PACK, N (keys a tile: 64, 128,
-// 256), SLOTS (tiles of keys or values at a time), PARTS (1, 2), LENGTHS (keys end where kv_len says), SIGN (of the
-// scale), REGISTERS (of a multiplying thread, where a warp of its own brings tiles; 0: there is a slot for every tile).
-// Which go with which call is settled in cuda.py.
+// 256), SLOTS (tiles of keys or values at a time; AT_ONCE: in all), PARTS (1, 2), LENGTHS (keys end where kv_len says),
+// SIGN (of the scale), AT_ONCE. Which go with which call is settled in cuda.py.
 #include "attention_full.cuh"
 
 constexpr int M = 128;
-constexpr int THREADS = REGISTERS ? 384 : 256;
+constexpr int THREADS = AT_ONCE ? 256 : 384;
+constexpr int TILES = AT_ONCE ? SLOTS / 2 : 1;  // of scores that a thread has
 
 constexpr int D = (WIDTH + 63) / 64, DV = (V_WIDTH + 63) / 64;  // panels of 64 columns
 constexpr int STEPS = (WIDTH + 15) / 16;                        // of a product of scores
 // Hardware copies a row of 16 bytes at the price of one of 128: where all is asked for at once, threads bring up to 16
 // columns that whole panels leave.
-constexpr bool beside(int width) { return !REGISTERS && width > 64 && width % 64 > 0 && width % 64 <= 16; }
+__device__ constexpr bool beside(int width) { return AT_ONCE && width > 64 && width % 64 > 0 && width % 64 <= 16; }
 constexpr bool BESIDE = beside(WIDTH), V_BESIDE = beside(V_WIDTH);
 constexpr int COLUMNS = product_of(V_WIDTH);
 constexpr int Q_BYTES = M * D * 128, K_BYTES = N * D * 128, V_BYTES = N * DV * 128;
@@ -45,8 +48,10 @@ struct Shared {
     float top[M], sum[M];  // of the other part
 };
 
-// Scores become weights, and the sums so far shrink to the new largest score. `left`: how many of the keys are there.
-__device__ __forceinline__ void soften(float (&s)[N / 2], Sums& sums, float factor, float power, int left) {
+// Scores become weights, and by `shrink` the sums so far shrink to the new largest score. `left`: how many of the keys
+// are there.
+__device__ __forceinline__ void soften(
+    float (&s)[N / 2], Sums& sums, float (&shrink)[2], float factor, float power, int left) {
     if constexpr (SIGN != 1) {
 #pragma unroll
         for (float& x : s) x *= SIGN;
@@ -57,7 +62,6 @@ __device__ __forceinline__ void soften(float (&s)[N / 2], Sums& sums, float fact
             if (i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2 >= left) s[i] = -INFINITE;
         }
     }
-    float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float top = sums.top[half];
@@ -80,8 +84,6 @@ __device__ __forceinline__ void soften(float (&s)[N / 2], Sums& sums, float fact
         }
         sums.sum[half] = sums.sum[half] * shrink[half] + sum;
     }
-#pragma unroll
-    for (int i = 0; i < EIGHTS * 4; i++) sums.out[i] *= shrink[i % 4 / 2];
 }
 
 // Of the last panel of a tile of ROWS rows COUNT units of 16 bytes each are under way, as the swizzle of 128 bytes has
@@ -161,7 +163,7 @@ __device__ __forceinline__ void finish(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-#if !REGISTERS
+#if AT_ONCE
     const char* q, const char* k, const char* v, long long q_batch, long long q_row, long long q_head,
     long long k_batch, long long k_row, long long k_head, long long v_batch, long long v_row, long long v_head,
 #endif
@@ -194,14 +196,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         ask(q_map, q_at + half * (Q_BYTES / 2), q_full + half * 8, WIDTH, M / 2, head,
             first + half * (M / 2 / PACK));
     };
-    auto bring = [&](int n) {  // tiles come in the order K0 V0 K1 V1
+    // Keys are tile 2 b and values tile 2 b + 1 of block b.
+    auto bring = [&](int n) {
         const u32 to = ring_at + n % SLOTS * SLOT_BYTES, barrier = full + n % SLOTS * 8;
         const int row = start + n / 2 * N;
         if (n % 2) ask(v_map, to, barrier, V_WIDTH, N, key_head, row);
         else ask(k_map, to, barrier, WIDTH, N, key_head, row);
         if (n == 0) bring_queries(1);
     };
-    const int bringer = REGISTERS ? 256 : 0;  // thread
+    const int bringer = AT_ONCE ? 0 : 256;  // thread
     if (thread == bringer) {
         prefetch(q_map);
         prefetch(k_map);
@@ -211,12 +214,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
 #pragma unroll
         for (int slot = 0; slot < SLOTS; slot++) {
             barrier_init(full + slot * 8, 1 + 256 * (slot % 2 ? V_BESIDE : BESIDE));
-            if constexpr (REGISTERS) barrier_init(empty + slot * 8, 8);
+            if constexpr (!AT_ONCE) barrier_init(empty + slot * 8, 8);
         }
         barrier_init_fence();
+        if constexpr (AT_ONCE) {
+            bring_queries(0);
+            for (int n = 0; n < 2 * blocks; n += 2) bring(n);
+            for (int n = 1; n < 2 * blocks; n += 2) bring(n);
+        }
     }
+#if AT_ONCE
+    q += (batch * q_batch + first * q_row + head * q_head + WIDTH / 64 * 64) * 2;
+    k += (batch * k_batch + start * k_row + key_head * k_head + WIDTH / 64 * 64) * 2;
+    v += (batch * v_batch + start * v_row + key_head * v_head + V_WIDTH / 64 * 64) * 2;
+    constexpr int LAST = STEPS * 2 - D * 8 + 8, HAVE = WIDTH % 64 / 8, V_HAVE = V_WIDTH % 64 / 8;
+    if constexpr (BESIDE) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int skipped = half * (M / 2 / PACK);
+            bring_last<M / 2, LAST, HAVE, PACK>(q_at + half * (Q_BYTES / 2) + (D - 1) * (M / 2) * 128,
+                                                q + skipped * q_row * 2, q_row, q_head, (int)rows - first - skipped);
+        }
+#pragma unroll
+        for (int block = 0; block < TILES; block++) {
+            bring_last<N, LAST, HAVE, 1>(ring_at + 2 * block * SLOT_BYTES + (D - 1) * N * 128,
+                                         k + block * N * k_row * 2, k_row, 0, there - block * N);
+        }
+    }
+#endif
     __syncthreads();
-    if constexpr (REGISTERS) {
+#if AT_ONCE
+    if constexpr (BESIDE) {
+        copies_arrive(q_full);
+        copies_arrive(q_full + 8);
+#pragma unroll
+        for (int block = 0; block < TILES; block++) copies_arrive(full + 2 * block * 8);
+    }
+    if constexpr (V_BESIDE) {
+#pragma unroll
+        for (int block = 0; block < TILES; block++) {
+            bring_last<N, V_HAVE, V_HAVE, 1>(ring_at + (2 * block + 1) * SLOT_BYTES + (DV - 1) * N * 128,
+                                             v + block * N * v_row * 2, v_row, 0, there - block * N);
+            copies_arrive(full + (2 * block + 1) * 8);
+        }
+    }
+#else
+    {
         if (warp >= 8) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
             if (thread == bringer) {
@@ -235,43 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
             }
             return;
         }
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS ? REGISTERS : 24));
-    } else {
-        if (thread == bringer) {
-            bring_queries(0);
-            for (int n = 0; n < 2 * blocks; n++) bring(n);
-        }
-        __syncwarp();
-    }
-#if !REGISTERS
-    q += (batch * q_batch + first * q_row + head * q_head + WIDTH / 64 * 64) * 2;
-    k += (batch * k_batch + start * k_row + key_head * k_head + WIDTH / 64 * 64) * 2;
-    v += (batch * v_batch + start * v_row + key_head * v_head + V_WIDTH / 64 * 64) * 2;
-    if constexpr (BESIDE) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int skipped = half * (M / 2 / PACK);
-            bring_last<M / 2, STEPS * 2 - D * 8 + 8, WIDTH % 64 / 8, PACK>(
-                q_at + half * (Q_BYTES / 2) + (D - 1) * (M / 2) * 128, q + skipped * q_row * 2, q_row, q_head,
-                (int)rows - first - skipped);
-            copies_arrive(q_full + half * 8);
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < SLOTS; n++) {
-        const u32 to = ring_at + n * SLOT_BYTES;
-        const int skipped = n / 2 * N;
-        if (skipped >= there) break;
-        if (n % 2 == 0 && BESIDE) {
-            bring_last<N, STEPS * 2 - D * 8 + 8, WIDTH % 64 / 8, 1>(to + (D - 1) * N * 128, k + skipped * k_row * 2, k_row, 0,
-                                                            there - skipped);
-            copies_arrive(full + n * 8);
-        }
-        if (n % 2 && V_BESIDE) {
-            bring_last<N, V_WIDTH % 64 / 8, V_WIDTH % 64 / 8, 1>(to + (DV - 1) * N * 128, v + skipped * v_row * 2, v_row,
-                                                                 0, there - skipped);
-            copies_arrive(full + n * 8);
-        }
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     }
 #endif
 
@@ -282,68 +289,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     for (float& x : sums.out) x = 0.0f;
     sums.top[0] = sums.top[1] = -INFINITE;
     sums.sum[0] = sums.sum[1] = 0.0f;
-    float s[N / 2];
-    u32 weights[N / 16][4];
+    float s[TILES][N / 2], shrink[2];
+    u32 weights[TILES][N / 16][4];
 
-    auto await = [&](u32 barrier, int parity) {
-        barrier_wait(barrier, parity);
+    auto arrived = [&](int n) {
+        barrier_wait(full + n % SLOTS * 8, n / SLOTS & 1);
         if constexpr (BESIDE || V_BESIDE) fence_for_copies();
     };
-    auto arrived = [&](int n) { await(full + n % SLOTS * 8, n / SLOTS & 1); };
-    auto done_with = [&](int n) {
-        if (REGISTERS && lane == 0) barrier_arrive(empty + n % SLOTS * 8);
-    };
-    auto score = [&](int block) {
+    auto score = [&](int block, int i) {
         const u32 queries = q_at + warpgroup * (Q_BYTES / 2), at = ring_at + 2 * block % SLOTS * SLOT_BYTES;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            add_scores(s, tile_at<128>(queries + k / 4 * (M / 2) * 128 + k % 4 * 32),
+            add_scores(s[i], tile_at<128>(queries + k / 4 * (M / 2) * 128 + k % 4 * 32),
                        tile_at<128>(at + k / 4 * N * 128 + k % 4 * 32), k);
         }
     };
-    auto weigh = [&](int block) {
+    auto weigh = [&](int block, int i) {
         const u32 at = ring_at + (2 * block + 1) % SLOTS * SLOT_BYTES;
 #pragma unroll
         for (int k = 0; k < N / 16; k++) {
-            add_weighted(sums.out, weights[k], tile_at<128>(at + k * 16 * 128, N * 128));
+            add_weighted(sums.out, weights[i][k], tile_at<128>(at + k * 16 * 128, N * 128));
         }
     };
-    auto soften_block = [&](int block) {
-        soften(s, sums, factor, power, there - block * N);
+    auto soften_block = [&](int block, int i) {
+        soften(s[i], sums, shrink, factor, power, there - block * N);
 #pragma unroll
-        for (int i = 0; i < N / 4; i++) weights[i / 4][i % 4] = pair(s[2 * i], s[2 * i + 1]);
+        for (int j = 0; j < N / 4; j++) weights[i][j / 4][j % 4] = pair(s[i][2 * j], s[i][2 * j + 1]);
     };
-
-    if (blocks > 0) {
-        if (warpgroup == 1) tell(2);  // the first has the first turn
-        await(q_full + warpgroup * 8, 0);
-        arrived(0);
-        meet(2 + warpgroup);
-        products_begin();
-        score(0);
-        products_end();
-        products_wait<0>();
-        tell(3 - warpgroup);
-        done_with(0);
-        soften_block(0);
-        for (int block = 1; block < (REGISTERS ? blocks : min(blocks, SLOTS / 2)); block++) {
-            arrived(2 * block);
-            arrived(2 * block - 1);
-            meet(2 + warpgroup);
-            products_begin();
-            score(block);
-            weigh(block - 1);
-            products_end();
-            products_wait<0>();
-            tell(3 - warpgroup);
-            done_with(2 * block);
-            done_with(2 * block - 1);
-            soften_block(block);
-        }
-        if constexpr (PARTS > 1) cluster_arrive();  // done with queries
-        arrived(2 * blocks - 1);
+    auto rescale = [&] {
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; i++) sums.out[i] *= shrink[i % 4 / 2];
+    };
+    auto clear_behind = [&] {  // what lies behind a length may be anything, and 0 times NaN is NaN
         const int left = there - (blocks - 1) * N;
-        if (LENGTHS && left < N) {  // what lies behind may be anything, and 0 times NaN is NaN
+        if (LENGTHS && left < N) {
             char* const values = ring + (2 * blocks - 1) % SLOTS * SLOT_BYTES;
             for (int i = thread; i < (N - left) * DV * 8; i += 256) {
                 *(uint4*)(values + (i / 8 % DV * N + left + i / (8 * DV)) * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
@@ -351,19 +330,88 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
             fence_for_copies();
             meet(1);
         }
-        meet(2 + warpgroup);
-        products_begin();
-        weigh(blocks - 1);
-        products_end();
-        if (warpgroup == 0) tell(3);
+    };
+    auto add_up = [&] {
 #pragma unroll
         for (float& sum : sums.sum) {
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
         }
+    };
+
+    if (blocks == 0) {
+        if constexpr (PARTS > 1) cluster_arrive();
+    } else {
+        barrier_wait(q_full + warpgroup * 8, 0);
+        arrived(0);
+#if AT_ONCE
+        products_begin();
+        score(0, 0);
+        products_end();
+        if (TILES > 1 && blocks > 1) {
+            arrived(2);
+            products_begin();
+            score(1, TILES - 1);
+        }
+        products_end();
+        products_wait<1>();
+        soften_block(0, 0);
         products_wait<0>();
-    } else if constexpr (PARTS > 1) {
-        cluster_arrive();
+        if constexpr (PARTS > 1) cluster_arrive();  // done with queries
+        arrived(1);
+        if (blocks == 1) clear_behind();
+        products_begin();
+        weigh(0, 0);
+        products_end();
+        if (TILES > 1 && blocks > 1) {
+            soften_block(1, TILES - 1);
+            products_wait<0>();
+            rescale();
+            arrived(3);
+            clear_behind();
+            products_begin();
+            weigh(1, TILES - 1);
+            products_end();
+        }
+#else
+        auto done_with = [&](int n) {
+            if (lane == 0) barrier_arrive(empty + n % SLOTS * 8);
+        };
+        if (warpgroup == 1) tell(2);  // the first has the first turn
+        meet(2 + warpgroup);
+        products_begin();
+        score(0, 0);
+        products_end();
+        products_wait<0>();
+        tell(3 - warpgroup);
+        done_with(0);
+        soften_block(0, 0);
+        for (int block = 1; block < blocks; block++) {
+            arrived(2 * block);
+            arrived(2 * block - 1);
+            meet(2 + warpgroup);
+            products_begin();
+            score(block, 0);
+            weigh(block - 1, 0);
+            products_end();
+            products_wait<0>();
+            tell(3 - warpgroup);
+            done_with(2 * block);
+            done_with(2 * block - 1);
+            soften_block(block, 0);
+            rescale();
+        }
+        if constexpr (PARTS > 1) cluster_arrive();  // done with queries
+        arrived(2 * blocks - 1);
+        clear_behind();
+        meet(2 + warpgroup);
+        products_begin();
+        weigh(blocks - 1, 0);
+        products_end();
+        if (warpgroup == 0) tell(3);
+#endif
+        add_up();
+        products_wait<0>();
     }
 
     const int line = warp * 16 + lane / 4;
@@ -399,8 +447,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         const int at = line + 8 * half, query = first + at / PACK, which = head + at % PACK;
         const float their_top = PARTS > 1 ? shared.top[at] : -INFINITE, their_sum = PARTS > 1 ? shared.sum[at] : 0.0f;
         const float top = fmaxf(sums.top[half], their_top), base = top == -INFINITE ? 0.0f : top;
-        own[half] = power_of_2((sums.top[half] - base) * factor);
-        other[half] = power_of_2((their_top - base) * factor);
+        own[half] = PARTS > 1 ? power_of_2((sums.top[half] - base) * factor) : 1.0f;
+        other[half] = PARTS > 1 ? power_of_2((their_top - base) * factor) : 0.0f;
         const float sum = sums.sum[half] * own[half] + their_sum * other[half];
         seen[half] = sum != 0.0f;
         const float scale = 1.0f / sum;  // of NaN it is NaN

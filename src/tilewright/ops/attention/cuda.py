@@ -22,7 +22,7 @@ def forward(call: Call, config: Config) -> Launch:
     """o and lse."""
     q, k, v, pack = call.q, call.k, call.v, pack_of(call)
     tiles = -(-q.shape[1] * pack // ROWS)
-    at_once = not config.registers
+    at_once = bool(config.at_once)
     args: dict[str, Argument] = {
         "q_map": _tiles(q, ROWS // 2 // pack, pack, at_once),
         "k_map": _tiles(k, config.n, 1, at_once),
@@ -39,7 +39,7 @@ def forward(call: Call, config: Config) -> Launch:
     constants = {
         "TYPE": TYPES[q.dtype], "WIDTH": q.columns, "V_WIDTH": v.columns, "PACK": pack, "N": config.n,
         "SLOTS": config.slots, "PARTS": config.parts, "LENGTHS": call.has("kv_len"), "SIGN": arguments.sign_of(call),
-        "REGISTERS": config.registers,
+        "AT_ONCE": at_once,
     }  # fmt: skip
     return Launch(
         FULL,
@@ -47,7 +47,7 @@ def forward(call: Call, config: Config) -> Launch:
         args,
         constants,
         {
-            "block": 384 if config.registers else 256,
+            "block": 256 if at_once else 384,
             "shared": shared_of(call, config),
             "cluster": (config.parts, 1, 1),
         },

@@ -1,8 +1,7 @@
 """How the hand-written CUDA kernel of attention is spread, best guess first, and which calls it refuses.
 
 Config keys: `n` keys a tile; `slots` tiles of keys or values in shared memory at a time; `parts`, blocks of a cluster
-that share the keys; `registers` of a multiplying thread where a warp of its own brings tiles (0: there is a slot for
-every tile, and all are asked for at once).
+that share the keys; `at_once` 1 where at most two tiles of keys are all that there is.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ REST = 16
 ROOM = 227 << 10
 """Bytes of shared memory that a block may have."""
 MOST_SLOTS = 8
-NUMBERS = 160 * 128
-"""Keys a tile times columns of a head for which the scores and sums of a thread fit its registers."""
 
 
 def pack_of(call: Call) -> int:
@@ -52,15 +49,15 @@ def full_configs(call: Call) -> tuple[Config, ...]:
     for parts in (1, 2):
         if parts > 1 and (parts * 64 > keys or blocks > call.device.multiprocessors):
             continue
-        for n in (256, 128, 64):
-            if n > 64 and (n * parts > keys or n * wide > NUMBERS):
+        for n in (128, 256, 64):
+            if n > 64 and n * parts > keys:
                 continue
-            needed = 2 * -(-keys // (n * parts))
-            at_once = Config(n=n, slots=needed, parts=parts, registers=0)
-            if needed <= MOST_SLOTS and shared_of(call, at_once) <= ROOM:
+            count = -(-keys // (n * parts))
+            at_once = Config(n=n, slots=2 * count, parts=parts, at_once=1)
+            if count <= 2 and count * n <= 256 and wide <= 128 and shared_of(call, at_once) <= ROOM:
                 found.append(at_once)
-            elif n <= 128:
-                ways = (Config(n=n, slots=slots, parts=parts, registers=240) for slots in range(MOST_SLOTS, 1, -1))
+            elif n == 64 or (n == 128 and wide <= 128):
+                ways = (Config(n=n, slots=slots, parts=parts, at_once=0) for slots in range(MOST_SLOTS, 2, -1))
                 found += [config for config in ways if shared_of(call, config) <= ROOM][:1]
     return tuple(found)
 
