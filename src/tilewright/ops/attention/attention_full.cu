@@ -91,11 +91,12 @@ __device__ __forceinline__ void soften(
 template <int ROWS, int COUNT, int HAVE, int PACKED>
 __device__ __forceinline__ void bring_last(u32 to, const char* from, long long step, long long pack_step, int lines) {
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * COUNT; i += 256) {
-        const int row = i / COUNT, unit = i % COUNT, line = row / PACKED;
+    for (int begin = 0; begin < ROWS * COUNT; begin += 256) {
+        const int i = begin + threadIdx.x, row = i / COUNT, unit = i % COUNT, line = row / PACKED;
+        if (begin + 256 > ROWS * COUNT && i >= ROWS * COUNT) break;
         const bool there = line < lines && unit < HAVE;
-        const char* at = there ? from + (line * step + row % PACKED * pack_step) * 2 + unit * 16 : from;
-        copy_unit(to + row * 128 + (unit ^ row % 8) * 16, at, there);
+        const long long place = line * step + row % PACKED * pack_step + unit * 8;
+        copy_unit(to + row * 128 + (unit ^ row % 8) * 16, from + (there ? place * 2 : 0), there);
     }
 }
 
@@ -169,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
 #endif
     const int* kv_len, char* o, float* lse, long long rows, long long keys, long long tiles, long long heads,
     long long group, float factor) {
+    launch_dependents();
     extern __shared__ __align__(1024) char memory[];
     char* const ring = memory + RING;
     Shared& shared = *(Shared*)(ring + SLOTS * SLOT_BYTES);
@@ -180,6 +182,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     const int tile = number % (int)tiles, both = number / (int)tiles;
     const int packs = (int)heads / PACK, batch = both / packs, head = both % packs * PACK;
     const int key_head = head / (int)group, first = tile * (M / PACK);  // query
+    const int bringer = AT_ONCE ? 0 : 256;  // thread
+    if (thread == bringer) {
+        prefetch(q_map);
+        prefetch(k_map);
+        prefetch(v_map);
+        barrier_init(q_full, 1 + 256 * BESIDE);
+        barrier_init(q_full + 8, 1 + 256 * BESIDE);
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++) {
+            barrier_init(full + slot * 8, 1 + 256 * (slot % 2 ? V_BESIDE : BESIDE));
+            if constexpr (!AT_ONCE) barrier_init(shared_address(&shared.empty[slot]), 8);
+        }
+        barrier_init_fence();
+    }
+    wait_for_launch_before();  // from here on memory is what it left
     const int all = LENGTHS ? min(max(kv_len[batch], 0), (int)keys) : (int)keys;
     const int mine = ((all + N - 1) / N + PARTS - 1) / PARTS * N;  // keys of a part
     const int start = min(part * mine, all), there = min(mine, all - start), blocks = (there + N - 1) / N;
@@ -204,23 +221,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         else ask(k_map, to, barrier, WIDTH, N, key_head, row);
         if (n == 0) bring_queries(1);
     };
-    const int bringer = AT_ONCE ? 0 : 256;  // thread
-    if (thread == bringer) {
-        prefetch(q_map);
-        prefetch(k_map);
-        prefetch(v_map);
-        barrier_init(q_full, 1 + 256 * BESIDE);
-        barrier_init(q_full + 8, 1 + 256 * BESIDE);
+    if (AT_ONCE && thread == bringer && blocks > 0) {
+        bring_queries(0);
 #pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++) {
-            barrier_init(full + slot * 8, 1 + 256 * (slot % 2 ? V_BESIDE : BESIDE));
-            if constexpr (!AT_ONCE) barrier_init(empty + slot * 8, 8);
-        }
-        barrier_init_fence();
-        if constexpr (AT_ONCE) {
-            bring_queries(0);
-            for (int n = 0; n < 2 * blocks; n += 2) bring(n);
-            for (int n = 1; n < 2 * blocks; n += 2) bring(n);
+        for (int i = 0; i < SLOTS; i++) {  // keys first
+            const int n = i < TILES ? 2 * i : 2 * (i - TILES) + 1;
+            if (n / 2 < blocks) bring(n);
         }
     }
 #if AT_ONCE
@@ -262,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     {
         if (warp >= 8) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-            if (thread == bringer) {
+            if (thread == bringer && blocks > 0) {
                 bring_queries(0);
                 for (int n = 0; n < 2 * blocks; n++) {
                     if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
@@ -348,13 +354,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         products_begin();
         score(0, 0);
         products_end();
-        if (TILES > 1 && blocks > 1) {
-            arrived(2);
-            products_begin();
-            score(1, TILES - 1);
+        if constexpr (TILES > 1) {
+            if (blocks > 1) {
+                arrived(2);
+                products_begin();
+                score(1, 1);
+            }
+            products_end();
         }
-        products_end();
-        products_wait<1>();
+        products_wait<TILES - 1>();
         soften_block(0, 0);
         products_wait<0>();
         if constexpr (PARTS > 1) cluster_arrive();  // done with queries

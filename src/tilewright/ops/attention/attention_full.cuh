@@ -60,6 +60,10 @@ __device__ __forceinline__ void put_4(u32 at, float a, float b, float c, float d
                  : "memory");
 }
 
+// Programmatic dependent launch: the launch behind may start; wait until the one before is done and seen.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // The two warpgroups that multiply, at the barrier of that number; `tell`: without waiting.
 __device__ __forceinline__ void meet(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
 __device__ __forceinline__ void tell(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }

@@ -51,6 +51,7 @@ def forward(call: Call, config: Config) -> Launch:
             "shared": shared_of(call, config),
             "cluster": (config.parts, 1, 1),
         },
+        pdl=True,
     )
 
 
