@@ -46,9 +46,7 @@ def full_configs(call: Call) -> tuple[Config, ...]:
     tiles = power_of_2_at_least(call.q.shape[1]) * pack_of(call) // ROWS
     blocks = max(1, tiles) * (call.q.shape[2] // pack_of(call)) * power_of_2_at_least(call.q.shape[0])
     found: list[Config] = []
-    for parts in (1, 2):
-        if parts > 1 and (parts * 64 > keys or blocks > call.device.multiprocessors):
-            continue
+    for parts in (2, 1) if keys >= 128 and 2 * blocks <= call.device.multiprocessors else (1,):
         for n in (128, 256, 64):
             if n > 64 and n * parts > keys:
                 continue
