@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import platform
 import subprocess
 import sys
@@ -44,9 +45,18 @@ def test_a_ratio_below_one_is_measured_again_for_longer(script: ModuleType, riva
     assert ("first" in found) == again
     assert (found["given"] < 1) == again and found["tile_us"] >= 2000
     if again:
-        assert set(found["first"]) == {"given", "fresh", "eager"}
+        assert set(found["first"]) == {"given", "fresh", "eager", "faults"}
         rounds = len(calls) / len(runs)
         assert rounds * sum((0.002, 0.002, *[rival] * 3)) > 0.05 * (1 + script.LONGER)  # each a warm-up beside
+
+
+def test_so_is_one_whose_memory_was_new(script: ModuleType) -> None:
+    def new() -> None:
+        with mmap.mmap(-1, 1 << 20) as memory:
+            memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
+
+    found = script.settled([lambda: None, lambda: None, *[new] * 3], 0.01)
+    assert found["first"]["given"] > 1 and found["first"]["faults"] >= script.FEW
 
 
 FAULTS = """
