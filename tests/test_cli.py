@@ -225,7 +225,8 @@ def test_verify_exits_1_and_names_the_case(capsys: pytest.CaptureFixture[str]) -
     registry.add_kernels([kernel])
     try:
         words = ("verify", "l2_norm", "--backends", "vendor", "--dtype", "fp32", "--size", "tiny", "--json")
-        code, out, _ = run(capsys, *words)
+        code, out, along = run(capsys, *words)
+        said = [run(capsys, "explain", "l2_norm", "--dtype", "fp32", "--shape", s)[1] for s in ("1x1", "4x8192")]
     finally:
         registry.remove_kernel(kernel)
     found = json.loads(out)
@@ -234,6 +235,11 @@ def test_verify_exits_1_and_names_the_case(capsys: pytest.CaptureFixture[str]) -
     assert {"op", "backend", "dtype", "cases", "passed", "failed", "not_run", "max_error", "tolerance"} <= set(
         found["results"][0]
     )
+    assert re.search(r"^l2_norm/vendor/wrong float32: 0 of \d+ passed$", along, re.MULTILINE), along
+    case = re.escape(found["results"][0]["failures"][0]["case"]) + r": y: largest error .*; reproduce with \S+\.py"
+    here, elsewhere = (next(line for line in text.splitlines() if "vendor/wrong" in line) for text in said)
+    assert re.search(f"quarantine: wrong result, {case}; \\S+$", here)
+    assert re.search(f"no evidence yet: checked on first use; elsewhere wrong: {case}", elsewhere)
 
 
 def test_verify_says_why_cases_were_not_run(capsys: pytest.CaptureFixture[str]) -> None:

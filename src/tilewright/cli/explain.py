@@ -37,7 +37,7 @@ def command(
 
         known = registry.find(op)
         if backend:
-            registry.backend(backend)
+            registry.check_pin(backend, known)
         absent = arguments.words(without) if without else list(known.probes.absent[0])
         usual = next(iter(known.workloads), None) if not shape else None
         size = usual.shape if usual else arguments.shape(shape or "8192x4096")
@@ -97,6 +97,8 @@ def _compiled(found: Any) -> dict[str, str]:
 
 
 def _facts(found: Any) -> dict[str, Any]:
+    from tilewright.core import evidence
+
     candidates = [
         {
             "backend": c.kernel.backend,
@@ -104,6 +106,7 @@ def _facts(found: Any) -> dict[str, Any]:
             "config": str(c.config or ""),
             "fits": c.fits,
             "reasons": [str(reason) for reason in c.reasons],
+            "wrong": evidence.against(c.kernel, found.call.device.arch) if c.fits else "",
             "proven": c.kernel.backend == "reference" or bool(c.verdict and c.verdict.passed),
             "call_us": c.time.call_us if c.time else None,
             "kernel_us": c.time.kernel_us if c.time else None,

@@ -76,6 +76,11 @@ class Bar:
     def __call__(self, what: str, done: int, total: int) -> None:
         self.progress.update(self.task, description=what, completed=done, total=total)
 
+    def say(self, line: str, style: str = "") -> None:
+        """A line that stays, above the bar where there is one. An empty one is not printed."""
+        if line:
+            self.progress.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
     def __enter__(self) -> Bar:
         self.timer.start()
         return self
