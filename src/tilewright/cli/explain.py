@@ -46,6 +46,8 @@ def command(
         call = make_call(known, size, kind, machine(device), options=chosen, absent=absent, saving=grad)
         found = selection.weigh(call, policy.current(), backend=backend or None)
         inside = _compiled(found) if compiled else {}
+        if compiled and not inside:
+            found.notes.append(_nothing_compiled(found))
         if json:
             emit(_facts(found) | ({"compiled": inside} if compiled else {}))
             return
@@ -94,6 +96,13 @@ def _compiled(found: Any) -> dict[str, str]:
     fitting = [c for c in found.candidates if c.fits and c.config is not None]
     said = {c.kernel.name: registry.backend(c.backend).explain(c.kernel, c.config, found.call) for c in fitting}
     return {name: text for name, text in said.items() if text}
+
+
+def _nothing_compiled(found: Any) -> str:
+    """Why --compiled has nothing to add."""
+    there = any(c.backend == "tile" for c in found.candidates)
+    why = "does not take this call" if there else f"has no kernel of {found.call.op}"
+    return f"--compiled: tile's compiler alone says what it makes of a kernel, and tile {why}"
 
 
 def _facts(found: Any) -> dict[str, Any]:
