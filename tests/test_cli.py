@@ -225,7 +225,8 @@ def test_verify_exits_1_and_names_the_case(capsys: pytest.CaptureFixture[str]) -
     registry.add_kernels([kernel])
     try:
         words = ("verify", "l2_norm", "--backends", "vendor", "--dtype", "fp32", "--size", "tiny", "--json")
-        code, out, _ = run(capsys, *words)
+        code, out, along = run(capsys, *words)
+        said = [run(capsys, "explain", "l2_norm", "--dtype", "fp32", "--shape", s)[1] for s in ("1x1", "4x8192")]
     finally:
         registry.remove_kernel(kernel)
     found = json.loads(out)
@@ -234,6 +235,11 @@ def test_verify_exits_1_and_names_the_case(capsys: pytest.CaptureFixture[str]) -
     assert {"op", "backend", "dtype", "cases", "passed", "failed", "not_run", "max_error", "tolerance"} <= set(
         found["results"][0]
     )
+    assert re.search(r"^l2_norm/vendor/wrong float32: 0 of \d+ passed$", along, re.MULTILINE), along
+    case = re.escape(found["results"][0]["failures"][0]["case"]) + r": y: largest error .*; reproduce with \S+\.py"
+    here, elsewhere = (next(line for line in text.splitlines() if "vendor/wrong" in line) for text in said)
+    assert re.search(f"quarantine: wrong result, {case}; \\S+$", here)
+    assert re.search(f"no evidence yet: checked on first use; elsewhere wrong: {case}", elsewhere)
 
 
 def test_verify_says_why_cases_were_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,3 +299,40 @@ def test_explain_says_what_the_tile_compiler_makes_of_a_kernel(capsys: pytest.Ca
     assert said[0] == "rms_norm/tile" and said[1] in out
     _, there, _ = run(capsys, "explain", "rms_norm", "--device", "sm_90", "--backend", "tile", "--compiled")
     assert "threads       " in there and "us for 8192 instances on an NVIDIA H200, limited by bytes" in there
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(("linear", "--device", "cpu"), "has no kernel of linear"),
+     (("rms_norm", "--device", "gfx942"), "does not take this call")],
+)  # fmt: skip
+def test_explain_says_that_no_compiler_said_anything(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = f"--compiled: tile's compiler alone says what it makes of a kernel, and tile {why}"
+    _, out, _ = run(capsys, "explain", *words, "--compiled")
+    assert out.rstrip().endswith(f"note: {note}")
+    _, facts, _ = run(capsys, "explain", *words, "--compiled", "--json")
+    assert json.loads(facts)["compiled"] == {} and note in json.loads(facts)["notes"]
+    assert "--compiled" not in run(capsys, "explain", *words)[1]
+
+
+def test_a_long_cell_of_a_piped_table_is_neither_cut_nor_what_others_are_padded_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from rich.table import Table
+
+    from tilewright.cli import output
+
+    long, wide = "reason " * 60 + "end", "w" * 150
+    table = Table("why", "kernel", title="not run", box=None)
+    table.add_column("cases", justify="right")
+    for row in ((long, "a", "1"), ("short", wide, "22"), ("[red]b[/red]", "c", "333")):
+        table.add_row(*row)
+    output.stdout().print(table)
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert title == "not run" and head.split() == ["why", "kernel", "cases"]
+    assert lines[0].split() == [*long.split(), "a", "1"]
+    assert lines[1].split() == ["short", wide, "22"] and lines[2].split() == ["b", "c", "333"]
+    assert lines[1].index(wide) == lines[2].index("c") and len(lines[2]) <= output.PADDED
+    assert not any(line.endswith(" ") for line in (head, *lines))

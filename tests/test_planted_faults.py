@@ -57,6 +57,31 @@ def test_a_red_case_writes_a_script_that_reproduces_it(device, tmp_path):
     assert "largest error" in done.stdout, done.stderr
 
 
+def test_a_script_of_an_interpreted_kernel_reproduces_it():
+    """Also where the shell that it is started from says nothing of the interpreter."""
+    import os
+    import pathlib
+    import subprocess
+    import sys
+
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles here")
+    kernel = planted.triton_kernel("last column dropped")
+    script = pathlib.Path(run(kernel, "cpu", DTYPES[2:])[0].failures[0]["script"])
+    text = script.read_text()
+    assert len(text.splitlines()) <= 20
+    assert "emulated=True" in text
+    first, environment, rest = text.partition("import os; os.environ.update({'TRITON_INTERPRET': '1'})\n")
+    assert environment, text
+    setup = f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r}); import tilewright, planted\n"
+    setup += "from tilewright.core import registry\n"
+    setup += "registry.add_kernels([planted.triton_kernel('last column dropped')])\n"
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = first + environment + setup + rest
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain)
+    assert "largest error" in done.stdout, done.stderr
+
+
 def test_scripts_of_other_sources_of_the_kernel_go(device, tmp_path, monkeypatch):
     from tilewright.verify import script
     from tilewright.verify.cases import Case

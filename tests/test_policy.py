@@ -18,6 +18,7 @@ from torch import Tensor
 import tilewright as tw
 from tilewright.core import policy, registry, selection
 from tilewright.core.capability import Capability
+from tilewright.core.errors import UnknownName
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
 
@@ -281,6 +282,30 @@ def test_an_output_that_may_go_unused_is_no_reason_to_refuse(node: bool, monkeyp
                     op(x, residual, w, **options, backend="vendor")
     finally:
         registry.remove_kernel(forward), registry.remove_kernel(backward)
+
+
+def test_a_kernel_of_several_of_a_backend_is_named_as_explain_does() -> None:
+    """On the call, its gradient and in a block; another op, whose kernels have no such label, keeps to the backend."""
+    x, w = torch.randn(8, 64, requires_grad=True), torch.randn(32, 64)
+    for name in ("vendor/aten", "vendor/onednn"):
+        found = tw.explain(tw.linear, x, w, backend=name)
+        assert found.chosen is not None and found.chosen.kernel.pin == name and f" >  {name} " in str(found)
+        y = tw.linear(x, w, backend=name)
+        y.backward(torch.ones_like(y))
+        assert torch.allclose(y, x @ w.T, atol=1e-5)
+        with tw.use(backend=name):
+            found = tw.explain(tw.linear, x, w)
+            assert found.chosen is not None and found.chosen.kernel.pin == name
+            assert chosen() == "vendor"
+    with pytest.raises(tw.NoKernel, match=r'backend="vendor/onednn"(.|\n)*fits?; (.|\n)*vendor/aten: '):
+        tw.linear(x.to(torch.float64), w.to(torch.float64), backend="vendor/onednn")
+    with pytest.raises(tw.NoKernel, match=r"\n  vendor/aten: (.|\n)*\n  vendor/onednn: "):
+        tw.linear(x.to(torch.float64), w.to(torch.float64), backend="vendor")
+    for op, name in ((tw.rms_norm, "vendor/onednn"), (tw.linear, "vendor/no"), (tw.linear, "linear/vendor/aten")):
+        with pytest.raises(UnknownName, match=f"backend '?{name}"):
+            op(x, w, backend=name)
+    with pytest.raises(UnknownName, match="vendor/onednn"), tw.use(backend="vendor/oneDNN"):
+        pass
 
 
 def test_preference_falls_back_with_one_record_a_class(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,6 +63,31 @@ def test_other_features_agree_with_the_interpreter(features: tuple[str, ...]) ->
     assert compare(samples, Cpu(here.machine, features)) == []
 
 
+@pytest.mark.parametrize("features", (*FEATURES, target.this_cpu().features), ids=lambda f: "+".join(f) or "plain")
+def test_extremes_of_zeros_and_nan_whatever_the_features(features: tuple[str, ...]) -> None:
+    """Which zero of two is taken, and where NaN goes, has one answer for every pair."""
+
+    def extremes(t: Any, x: Any, z: Any, y: Any) -> None:
+        at = 0, t.arange(x.shape[1])
+        a, b = t.load(x[at]), t.load(z[at])
+        for i, nan in enumerate(("propagate", "ignore")):
+            t.store(y[2 * i, at[1]], t.maximum(a, b, nan))
+            t.store(y[2 * i + 1, at[1]], t.minimum(a, b, nan))
+
+    here = target.this_cpu()
+    if not set(features) <= set(here.features):
+        pytest.skip(f"this CPU lacks {set(features) - set(here.features)}")
+    special = np.array([0.0, -0.0, 1.0, -1.0, 1e-45, np.inf, -np.inf, np.nan], np.float32)
+    x, z = (np.ascontiguousarray(side.reshape(1, -1)) for side in np.meshgrid(special, special))
+    view = ViewType(F32, (None, Most(64)))
+    program = tile.kernel(extremes, static={"x": (1,)}).trace({"x": view, "z": view, "y": view})
+    mine, other = (np.full((4, 64), 7.0, np.float32) for _ in range(2))
+    which = Cpu(here.machine, features)
+    run(program, {"x": x, "z": z, "y": mine}, (1,), order=order(which))
+    compiled_run(cpu.compile(program, which), {"x": x, "z": z, "y": other}, dict.fromkeys("xzy", F32), (1, 1, 1))
+    assert same(mine, other, F32)
+
+
 def test_a_sum_of_minus_zero_is_zero_however_long_the_row() -> None:
     """An axis that is known to have one element is folded by no loop."""
 

@@ -15,11 +15,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -86,6 +86,7 @@ def _known_abi(version: str) -> bool:
 
 class TritonBackend(Backend):
     name = "triton"
+    emulation: ClassVar[Mapping[str, str]] = {"TRITON_INTERPRET": "1"}
 
     def missing(self, kind: str = "") -> Reason | None:
         if installed():

@@ -180,13 +180,12 @@ class _Bench:
             try:
                 chosen = select(call, policy.current(), backend=name).chosen
             except NoKernel as error:
-                red = list(self._red(call, name))
-                yield from red
-                if not red:
-                    self._note(f"{name}: {'; '.join(str(error).splitlines()[1:-1]).strip()}")
+                yield from self._red(call, name)
+                reasons = "; ".join(line.strip() for line in str(error).splitlines()[1:-1])
+                self._note(f"{kernels[0] if len(kernels) == 1 else name}: not timed: {reasons}")
                 continue
             except (torch.OutOfMemoryError, MemoryError) as error:
-                self._note(f"{name}: not verified, out of memory: {str(error).splitlines()[0]}")
+                self._note(f"{', '.join(map(str, kernels))}: not verified, out of memory: {str(error).splitlines()[0]}")
                 continue
             assert chosen is not None and chosen.config is not None
             yield Subject(chosen.kernel, chosen.config, True, True)
@@ -202,7 +201,6 @@ class _Bench:
             for config in kernel.configs_for(call):
                 verdict = evidence.find(kernel, config, layout, call.device.arch)
                 if verdict is not None and verdict.passed is False:
-                    self._note(f"{kernel} {config}: wrong, so not timed: {verdict.detail}")
                     yield Subject(kernel, config, False, True)
 
     def _others(self, call: Call, backend: str, kernel: Kernel, config: Config) -> Iterator[Subject]:
@@ -219,11 +217,11 @@ class _Bench:
                     with guarded(other, candidate, call) as failed:
                         verdict = evidence.prove(other, candidate, call)
                     if failed or verdict is None:
-                        self._note(f"{other} {candidate}: {'; '.join(failed)}")
+                        self._note(f"{f'{other} {candidate}'.strip()}: {'; '.join(failed)}")
                         continue
                     evidence.record(other, candidate, layout, call.device.arch, verdict)
                 if not verdict.passed:
-                    self._note(f"{other} {candidate}: no passing evidence, so not timed: {verdict.detail}")
+                    self._note(f"{f'{other} {candidate}'.strip()}: no passing evidence, so not timed: {verdict.detail}")
                 yield Subject(other, candidate, bool(verdict.passed), False)
 
     def _kernel_runs(self, kernel: Kernel, config: Config, call: Call) -> list[Run]:

@@ -37,7 +37,7 @@ def command(
 
         known = registry.find(op)
         if backend:
-            registry.backend(backend)
+            registry.check_pin(backend, known)
         absent = arguments.words(without) if without else list(known.probes.absent[0])
         usual = next(iter(known.workloads), None) if not shape else None
         size = usual.shape if usual else arguments.shape(shape or "8192x4096")
@@ -46,6 +46,8 @@ def command(
         call = make_call(known, size, kind, machine(device), options=chosen, absent=absent, saving=grad)
         found = selection.weigh(call, policy.current(), backend=backend or None)
         inside = _compiled(found) if compiled else {}
+        if compiled and not inside:
+            found.notes.append(_nothing_compiled(found))
         if json:
             emit(_facts(found) | ({"compiled": inside} if compiled else {}))
             return
@@ -96,7 +98,16 @@ def _compiled(found: Any) -> dict[str, str]:
     return {name: text for name, text in said.items() if text}
 
 
+def _nothing_compiled(found: Any) -> str:
+    """Why --compiled has nothing to add."""
+    there = any(c.backend == "tile" for c in found.candidates)
+    why = "does not take this call" if there else f"has no kernel of {found.call.op}"
+    return f"--compiled: tile's compiler alone says what it makes of a kernel, and tile {why}"
+
+
 def _facts(found: Any) -> dict[str, Any]:
+    from tilewright.core import evidence
+
     candidates = [
         {
             "backend": c.kernel.backend,
@@ -104,6 +115,7 @@ def _facts(found: Any) -> dict[str, Any]:
             "config": str(c.config or ""),
             "fits": c.fits,
             "reasons": [str(reason) for reason in c.reasons],
+            "wrong": evidence.against(c.kernel, found.call.device.arch) if c.fits else "",
             "proven": c.kernel.backend == "reference" or bool(c.verdict and c.verdict.passed),
             "call_us": c.time.call_us if c.time else None,
             "kernel_us": c.time.kernel_us if c.time else None,

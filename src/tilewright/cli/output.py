@@ -10,20 +10,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 WIDTH = 160
 """Of tables, at least: a narrow terminal wraps their lines, and nothing is cut off."""
 UNBOUNDED = 1 << 16
 """Of what is no terminal: a file or a program has room for any line."""
+PADDED = 200
+"""Columns up to which cells of such a table are padded. Where there is more to say, columns do not line up."""
 stderr = Console(stderr=True)
+
+
+class Piped(Console):
+    """What is no terminal: a row of a table is a line, of which nothing is cut off."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        super().print(*(_lines(each) if isinstance(each, Table) else each for each in objects), **how)
+
+
+def _lines(table: Table) -> Group:
+    texts = [[Text.from_markup(str(cell)).plain for cell in (c.header, *c.cells)] for c in table.columns]
+    sides = [str.rjust if column.justify == "right" else str.ljust for column in table.columns]
+    widths = [max(map(len, column)) for column in texts]
+    widths[-1] *= sides[-1] is str.rjust
+    while sum(widths) + 2 * len(widths) > PADDED:
+        widths[widths.index(max(widths))] -= 1
+    rows = [map(lambda side, *how: side(*how), sides, row, widths) for row in zip(*texts, strict=True)]
+    title = [str(table.title)] if table.title else []
+    return Group(*(Text(line) for line in (*title, *("  ".join(row).rstrip() for row in rows))))
 
 
 def stdout() -> Console:
     """Made when used, so that it writes to what `sys.stdout` is then."""
     console = Console()
-    return Console(width=max(console.width, WIDTH) if console.is_terminal else UNBOUNDED)
+    return Console(width=max(console.width, WIDTH)) if console.is_terminal else Piped(width=UNBOUNDED)
 
 
 @contextmanager
@@ -75,6 +98,11 @@ class Bar:
 
     def __call__(self, what: str, done: int, total: int) -> None:
         self.progress.update(self.task, description=what, completed=done, total=total)
+
+    def say(self, line: str, style: str = "") -> None:
+        """A line that stays, above the bar where there is one. An empty one is not printed."""
+        if line:
+            self.progress.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Bar:
         self.timer.start()

@@ -33,8 +33,8 @@ def command(
         dtypes = arguments.dtypes(dtype) or cases.DTYPES
         with Bar() as bar:
             report = suite.verify(
-                ops or (), arguments.words(backends), device or None,
-                dtypes=dtypes, size=size or None, all_configs=all_configs, progress=bar,
+                ops or (), arguments.words(backends), device or None, dtypes=dtypes, size=size or None,
+                all_configs=all_configs, progress=bar, told=lambda result: bar.say(*_line(result)),
             )  # fmt: skip
         if json:
             emit(report.as_json())
@@ -42,6 +42,13 @@ def command(
             _print(report)
     if report.failed:
         raise typer.Exit(1)
+
+
+def _line(result: Any) -> tuple[str, str]:
+    """What to say as a kernel is done, and its style; "" of one that did not run, which takes no time."""
+    ran = result.passed + result.failed
+    text = f"{result.kernel} {result.dtype}: {result.passed} of {ran} passed" if ran else ""
+    return text, "red" if result.failed else "dim"
 
 
 def _print(report: Any) -> None:

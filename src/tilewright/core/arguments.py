@@ -18,7 +18,7 @@ from tilewright.core import registry
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.declaration import plain_type
 from tilewright.core.device import device_of
-from tilewright.core.errors import InvalidArgument, UnknownName, Unsupported
+from tilewright.core.errors import InvalidArgument, Unsupported
 from tilewright.core.op import Op
 
 
@@ -56,8 +56,8 @@ def facts_of(
 
 def normalise(op: Op[Any], options: Sequence[Any], backend: str | None) -> dict[str, Any]:
     """Options as the types that the op declares; anything else is refused by name."""
-    if backend is not None and backend not in registry.backend_names():
-        raise UnknownName("backend", backend, registry.backend_names())
+    if backend is not None:
+        registry.check_pin(backend, op)
     found: dict[str, Any] = {}
     for (name, kind), value in zip(op.option_types.items(), options, strict=True):
         kind, optional = plain_type(kind)

@@ -7,9 +7,9 @@ one of their kernels is about to be used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -63,6 +63,8 @@ class Backend(ABC):
     name: str
     launches = True
     """Whether its kernels return `Launch`es (outputs are allocated here) or are functions of tensors."""
+    emulation: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of a process in which it emulates; see `emulates`."""
 
     @abstractmethod
     def missing(self, kind: str = "") -> Reason | None:

@@ -102,6 +102,15 @@ def find(kernel: Kernel, config: Config, layout: str, arch: str) -> Verdict | No
     return known
 
 
+def against(kernel: Kernel, arch: str) -> str:
+    """What was found wrong of this kernel here, whichever its config and calls, or ""."""
+    group = _group(kernel, arch)
+    known = {entry: Verdict(**facts) for entry, facts in disk().load_json("evidence", group).items()}
+    known |= {entry: verdict for (of, entry), verdict in list(_memory.items()) if of == group}
+    wrong = [(entry, verdict.detail) for entry, verdict in known.items() if verdict.passed is False]
+    return ": ".join(filter(None, [wrong[0][0].partition("|")[0], wrong[0][1]])) if wrong else ""
+
+
 def record(kernel: Kernel, config: Config, layout: str, arch: str, verdict: Verdict) -> None:
     """Keep a verdict: on disk, and in memory where the disk does not take it."""
     record_many(kernel, arch, {(config, layout): verdict})

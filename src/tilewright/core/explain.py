@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewright.core import evidence
 from tilewright.core.selection import Candidate, Selection
 
 
@@ -11,7 +12,7 @@ def render(selection: Selection) -> str:
     mode = "captured or compiled" if selection.metric == "kernel_us" else "eager"
     gradient = "gradient" if call.saving else "no gradient"
     lines = [f"{call.form}   {', '.join(str(f) for f in inputs)}      {call.device}      {mode}, {gradient}"]
-    rows = [_row(candidate, candidate is selection.chosen) for candidate in selection.candidates]
+    rows = [_row(candidate, candidate is selection.chosen, call.device.arch) for candidate in selection.candidates]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:  # a column that is empty in every row takes no room
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip())
@@ -20,7 +21,7 @@ def render(selection: Selection) -> str:
     return "\n".join(lines)
 
 
-def _row(candidate: Candidate, chosen: bool) -> list[str]:
+def _row(candidate: Candidate, chosen: bool, arch: str) -> list[str]:
     time = candidate.time
     name = candidate.kernel.backend + (f"/{candidate.kernel.label}" if candidate.kernel.label else "")
     if candidate.reasons:
@@ -33,6 +34,8 @@ def _row(candidate: Candidate, chosen: bool) -> list[str]:
         count = candidate.verdict.cases
         source = "shipped" if candidate.verdict.shipped else candidate.verdict.date
         standing = f"proven on {candidate.verdict.where}, {count} case{'s' * (count != 1)}, {source}"
+    if candidate.fits and (against := evidence.against(candidate.kernel, arch)):
+        standing += f"; elsewhere wrong: {against}"
     return [
         " >" if chosen else "  ",
         name,

@@ -77,6 +77,15 @@ class Kernel:
     def name(self) -> str:
         return f"{self.op}/{self.backend}" + (f"/{self.label}" if self.label else "")
 
+    @property
+    def pin(self) -> str:
+        """What `backend=` calls it: its backend, and the label if it has one. The backend alone calls all of its."""
+        return self.name.partition("/")[2]
+
+    def answers(self, wanted: str | None) -> bool:
+        """Whether a pin or preference speaks of it."""
+        return wanted in (self.backend, self.pin)
+
     def __str__(self) -> str:
         return self.name
 

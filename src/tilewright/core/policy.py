@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from tilewright.core import registry
-from tilewright.core.errors import InvalidArgument, UnknownName
+from tilewright.core.errors import InvalidArgument
 from tilewright.core.op import Op
 
 Check = Literal["first", "always", "never"]
@@ -68,9 +68,8 @@ def _policy(rules: tuple[Rule, ...]) -> Policy:
 def _rule(
     source: str, backend: str | None, ops: Sequence[str | Op[Any]] | None, check: str | None, strict: bool | None
 ) -> Rule:
-    if backend is not None and backend not in registry.backend_names():
-        what = "backend in TILEWRIGHT_BACKEND," if source == ENVIRONMENT else "backend"
-        raise UnknownName(what, backend, registry.backend_names())
+    if backend is not None:
+        registry.check_pin(backend, what="backend in TILEWRIGHT_BACKEND," if source == ENVIRONMENT else "backend")
     if check is not None and check not in get_args(Check):
         name = "TILEWRIGHT_CHECK" if source == ENVIRONMENT else "check"
         raise InvalidArgument(source, name, f"{check!r}", f"one of {', '.join(get_args(Check))}")
@@ -122,7 +121,8 @@ def use(
     """Prefer a backend, or check kernels more or less, for a block of code.
 
     Args:
-        backend: preferred where it fits; a fallback is logged once a call class.
+        backend: preferred where it fits; a fallback is logged once a call class. "triton/hopper" is the kernel of that
+            label, for an op that has none the backend.
         ops: names or ops that the block speaks of (their backwards included); all by default.
         check: "first" (a kernel needs evidence, gathered on first use), "always" (every call is also compared with
             the reference), "never".

@@ -190,6 +190,21 @@ def backend_names() -> list[str]:
     return list(_backends)
 
 
+def check_pin(name: str, op: Op[Any] | None = None, what: str = "backend") -> None:
+    """Whether `backend=` may have this value: a backend's name, or `backend/label` of a kernel of `op`, by default any.
+    A gradient takes what its op does, whose pin it is given.
+
+    Raises:
+        UnknownName: with the names that would do.
+    """
+    if name not in _backends:
+        own = None if op is None else op.functional.name
+        owners = [o.name for o in ops()] if own is None else [own, *(o.name for o in served_by(own))]
+        labelled = {kernel.pin: None for owner in owners for kernel in kernels_of(owner) if kernel.label}
+        if name not in labelled:
+            raise UnknownName(what, name, [*_backends, *labelled])
+
+
 def op(name: str) -> Op[Any]:
     load_families(lambda: name in _ops)
     if name not in _ops:

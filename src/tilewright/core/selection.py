@@ -76,7 +76,7 @@ def weigh(
     op = registry.op(call.op)
     defaults = dict(op.options)
     layout, cls = layout_class(call, defaults), call_class(call, defaults)
-    wanted = backend or policy.backend(call.op)
+    backend, wanted = _of_op(call.op, backend), _of_op(call.op, backend or policy.backend(call.op))
     order = registry.backend_names()
     candidates = []
     for place, kernel in enumerate(registry.kernels_of(call.op)):
@@ -105,14 +105,22 @@ def select(
     """
     while True:
         selection = weigh(call, policy, backend=backend, metric=metric, capturing=capturing)
-        wanted = backend or policy.backend(call.op)
+        wanted = _of_op(call.op, backend or policy.backend(call.op))
         chosen = selection.chosen
-        if chosen is None or (wanted and chosen.backend != wanted and policy.strict(call.op)):
+        if chosen is None or (wanted and not chosen.kernel.answers(wanted) and policy.strict(call.op)):
             raise NoKernel(refusal(selection, wanted or "any"))
         if policy.check(call.op) == "never" or _proven(chosen) or _empty(call):
             _tell(selection, wanted)
             return selection
         _prove(selection, chosen, capturing)  # then weigh again, with what is known now
+
+
+def _of_op(op: str, wanted: str | None) -> str | None:
+    """What a pin or preference says of an op. The label of another op's kernel says its backend: a gradient goes with
+    its forward."""
+    if wanted is None or "/" not in wanted or any(kernel.pin == wanted for kernel in registry.kernels_of(op)):
+        return wanted
+    return wanted.partition("/")[0]
 
 
 def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) -> list[Reason]:
@@ -124,9 +132,9 @@ def _reasons(kernel: Kernel, call: Call, wanted: str | None, capturing: bool) ->
         return [missing]
     emulated = backend.emulates(call.device)
     reasons = kernel.capability.reasons(call, emulated=emulated, capturing=capturing)
-    if emulated and not reasons and wanted != kernel.backend:
+    if emulated and not reasons and not kernel.answers(wanted):
         reasons.append(Reason("device", "runs by interpretation here", f'chosen only by backend="{kernel.backend}"'))
-    if not reasons and wanted != kernel.backend and _empty(call):
+    if not reasons and not kernel.answers(wanted) and _empty(call):
         reasons.append(Reason("size", "nothing to compute: the reference serves empty calls"))
     return reasons
 
@@ -197,7 +205,7 @@ def _choose(
     candidates: list[Candidate], backend: str | None, wanted: str | None, metric: Metric
 ) -> tuple[Candidate | None, str]:
     fitting = [c for c in candidates if c.fits]
-    asked = [c for c in fitting if c.backend == wanted]
+    asked = [c for c in fitting if c.kernel.answers(wanted)]
     if backend is not None:
         if asked:
             return asked[0], "pinned by backend="
@@ -280,28 +288,30 @@ def _tell(selection: Selection, wanted: str | None) -> None:
     call, chosen = selection.call, selection.chosen
     assert chosen is not None
     subject, told = "", selection.candidates
-    if wanted and chosen.backend != wanted:
+    if wanted and not chosen.kernel.answers(wanted):
         subject = f"{call.form}: preferred backend {wanted} does not take this call"
-        told = [c for c in told if c.backend == wanted]  # its own reasons are what the caller can act on
+        told = [c for c in told if c.kernel.answers(wanted)]  # its own reasons are what the caller can act on
     elif call.device.is_gpu and chosen.backend == "reference" and wanted != "reference":
         subject = f"{call.form}: the reference serves a GPU call"
     if subject and (subject, selection.call_class) not in _told:
         _told.add((subject, selection.call_class))
         reasons = (
-            "; ".join(f"{c.backend}: {c.reasons[0]}" for c in told if c.reasons) or f"it has no kernel of {call.op}"
+            "; ".join(f"{c.kernel.pin}: {c.reasons[0]}" for c in told if c.reasons) or f"it has no kernel of {call.op}"
         )
         log.warning("%s (%s): %s runs. %s", subject, selection.call_class, chosen.backend, reasons)
 
 
 def refusal(selection: Selection, wanted: str) -> str:
-    """The message of `NoKernel`: every reason of the wanted backend, then a line on the others."""
+    """The message of `NoKernel`: every reason of the wanted backend's kernels, then a line on the others."""
     lines = [f'{selection.call.form}(backend="{wanted}") cannot take this call']
-    mine = [c for c in selection.candidates if c.backend == wanted]
-    lines += [f"  {reason}" for c in mine for reason in c.reasons]
+    wanted = _of_op(selection.call.op, wanted) or wanted
+    mine = [c for c in selection.candidates if c.kernel.answers(wanted)]
+    rest = [c for c in selection.candidates if not c.kernel.answers(wanted)]
+    lines += [f"  {f'{c.kernel.pin}: ' if len(mine) > 1 else ''}{reason}" for c in mine for reason in c.reasons]
     if not mine:
         lines.append(f"  {selection.call.op} has no {wanted} kernel")
-    fitting = sorted({c.backend for c in selection.candidates if c.fits and c.backend != wanted})
-    others = [f"{c.backend}: {c.reasons[0]}" for c in selection.candidates if c.reasons and c.backend != wanted]
+    fitting = sorted({c.kernel.pin for c in rest if c.fits})
+    others = [f"{c.kernel.pin}: {c.reasons[0]}" for c in rest if c.reasons]
     lines.append(
         f"Other kernels: {', '.join(fitting) or 'none'} fit{'s' if len(fitting) == 1 else ''}; " + "; ".join(others)
     )

@@ -44,6 +44,8 @@ class Outcome:
     """Output name to (errors of the kernel, of the baseline, dtype)."""
     in_place: bool = False
     """Whether the in-place form was run too, with the kernel writing where the input is."""
+    raised: bool = False
+    """It did not compile or run: there is no result that could be wrong."""
 
 
 def truth_of(op: Op[Any], inputs: Tensors, options: Mapping[str, Any], saving: bool) -> Truth:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
+from tilewright.core import registry
 from tilewright.core.cache import cache_directory
+from tilewright.core.device import device_of
 from tilewright.core.kernel import Kernel
 from tilewright.core.launch import Config
 from tilewright.verify.cases import Case
@@ -16,7 +18,7 @@ from tilewright.verify.cases import Case
 _TEXT = '''\
 """{name} {config}: {problem}
 Kernel digest {digest}."""
-import torch  # noqa: F401  the case below names its dtypes
+{environment}import torch  # noqa: F401  the case below names its dtypes
 import tilewright  # noqa: F401  declares the ops
 from tilewright.core import registry
 from tilewright.core.launch import Config
@@ -29,14 +31,19 @@ kernel = next(k for k in registry.kernels_of(case.op) if k.name == {name!r})
 inputs, options = build(case, op, {device!r}), {{**op.usual, **case.options}}
 for saving in {{op.gradient is not None and kernel.capability.gradient, False}}:
     truth = truth_of(op, inputs, options, saving)
-    print(check(kernel, {config!r}, op, inputs, options, truth, saving=saving, in_place=not saving).problems)
+    how = dict(saving=saving, in_place=not saving, emulated={emulated})
+    print(check(kernel, {config!r}, op, inputs, options, truth, **how).problems)
 '''
 
 
 def write_script(kernel: Kernel, config: Config, case: Case, problems: Sequence[str], device: torch.device) -> str:
     """Write it and return its path; "" where the disk takes nothing."""
+    backend = registry.backend(kernel.backend)
+    emulated = backend.emulates(device_of(device.type, device.index))
+    environment = f"import os; os.environ.update({dict(backend.emulation)})\n" if emulated else ""
     text = _TEXT.format(
         name=kernel.name, config=config, digest=kernel.digest, case=case, device=str(device),
+        environment=environment, emulated=emulated,
         problem=problems[0].replace('"""', "'''") if problems else "",
     )  # fmt: skip
     name = f"{kernel.op}-{kernel.backend}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.py"

@@ -99,6 +99,7 @@ def verify(
     all_configs: bool = False,
     record: bool = True,
     progress: Progress | None = None,
+    told: Callable[[Result], None] | None = None,
 ) -> Report:
     """Run the suite.
 
@@ -108,6 +109,7 @@ def verify(
         size: "tiny", "small" or "full"; by default what the device bears.
         all_configs: every config of a kernel, not just its first guess for each case.
         record: keep verdicts as evidence.
+        progress, told: called before and after each kernel.
     """
     where = default_device() if device is None else torch_device(device) if isinstance(device, str) else device
     if size is not None and size not in SIZES:
@@ -126,9 +128,10 @@ def verify(
         for kernel in kernels:
             if progress:
                 progress(f"{kernel.name} {str(dtype).removeprefix('torch.')}", done, total)
-            report.results.append(
-                verify_kernel(op, kernel, dtype, where, size=size, all_configs=all_configs, record=record)
-            )
+            result = verify_kernel(op, kernel, dtype, where, size=size, all_configs=all_configs, record=record)
+            report.results.append(result)
+            if told:
+                told(result)
             done += 1
     if progress:
         progress("", total, total)
@@ -155,6 +158,7 @@ def verify_kernel(
     missing = backend.missing(facts.kind) or kernel.capability.elsewhere(facts, emulated)
     pools: dict[Config, dict[str, Any]] = {}
     verdicts: dict[tuple[Config, str], list[Outcome]] = {}
+    wrong: dict[tuple[Config, str], str] = {}
     nearest = 0.0
     for case in cases(op, dtype, size=size):
         result.cases += 1
@@ -190,14 +194,21 @@ def verify_kernel(
             result.failures.append({"case": str(case), "config": str(config), "problem": problem, "script": script})
             if stop_at_failure:
                 return result
+            for config, outcome in failed:
+                if record and not outcome.raised and (config, layout) not in wrong:
+                    again = _checked(kernel, config, op, inputs, call, truth, emulated)
+                    if again is not None and again.problems:
+                        script = write_script(kernel, config, case, outcome.problems, where)
+                        wrong[config, layout] = f"{case}: {again.problems[0]}; reproduce with {script}"
         else:
             result.passed += 1
     for config, pool in pools.items():
         for problem in judge_pool(pool, emulated):
+            verdicts = {of: outcomes for of, outcomes in verdicts.items() if of[0] != config or of in wrong}
             result.failed += 1
             result.failures.append({"case": "pool", "config": str(config), "problem": problem, "script": ""})
     if record:
-        _record(kernel, facts.arch, verdicts)
+        _record(kernel, facts.arch, verdicts, wrong)
     return result
 
 
@@ -246,15 +257,25 @@ def _checked(
     except Exception as error:
         if getattr(error, "sticky", False):
             raise
-        return Outcome(problems=[f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"])
+        said = str(error).strip().splitlines()[0] if str(error) else ""
+        return Outcome(problems=[f"{type(error).__name__}: {said}"], raised=True)
 
 
-def _record(kernel: Kernel, arch: str, verdicts: dict[tuple[Config, str], list[Outcome]]) -> None:
-    """A layout class that passed is evidence. One that failed is not: first use will tell, with its own probes."""
+def _record(
+    kernel: Kernel,
+    arch: str,
+    verdicts: dict[tuple[Config, str], list[Outcome]],
+    wrong: dict[tuple[Config, str], str],
+) -> None:
+    """A layout class that passed is evidence, and a wrong result that came again is evidence against the kernel. Where
+    it raised, was wrong once or over the pool, first use will tell, with its own probes."""
     found = {}
     for (config, layout), outcomes in verdicts.items():
-        if not any(o.problems for o in outcomes):
-            plain = layout.replace(" saving", "")
+        plain = layout.replace(" saving", "")
+        if detail := wrong.get((config, layout)):
+            for kind in (layout, plain):
+                found[config, kind] = Verdict(False, len(outcomes), arch, evidence.today(), detail)
+        elif not any(o.problems for o in outcomes):
             for kind in (layout, plain):
                 found[config, kind] = Verdict(True, len(outcomes), arch, evidence.today())
             if count := sum(o.in_place for o in outcomes):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
-from tilewright.tile.instr.x86 import AVX512, F16C
+from tilewright.tile.instr.x86 import AVX2, AVX512, F16C
 
 NARROW = (
     Record("narrow16", """static inline u16v narrow16(u32v x) {
   u16v r; asm("vpmovdw %1, %0" : "=v"(r) : "v"(x)); return r; }""", AVX512, 16),
     Record("narrow16", """static inline u16v narrow16(u32v x) { u32v r;
   asm("vpackusdw %1, %1, %0\\n\\tvpermq $0xd8, %0, %0" : "=x"(r) : "x"(x));
-  u16v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", frozenset(("avx", "avx2")), 8),
+  u16v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", AVX2, 8),
     Record("narrow16", "static inline u16v narrow16(u32v x) { return __builtin_convertvector(x, u16v); }"),
     Record("narrow8", """static inline u8v narrow8(i32v x) {
   u8v r; asm("vpmovdb %1, %0" : "=v"(r) : "v"(x)); return r; }""", AVX512, 16),
     Record("narrow8", """static inline u8v narrow8(i32v x) {
   u16v h = narrow16((u32v)(x & 0xff)), r; asm("vpackuswb %1, %1, %0" : "=x"(r) : "x"(h));
-  u8v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", frozenset(("avx", "avx2")), 8),
+  u8v lower; __builtin_memcpy(&lower, &r, sizeof lower); return lower; }""", AVX2, 8),
     Record("narrow8", "static inline u8v narrow8(i32v x) { return __builtin_convertvector(x, u8v); }"),
 )  # fmt: skip
 
@@ -24,6 +24,9 @@ _BF16 = """static inline u16 bfloat16_of_float32(f32 x) { u32 u = __builtin_bit_
   return (u16)((x != x ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16); }
 static inline u16v bfloat16_of_float32(f32v x) { u32v u = (u32v)x; u32v r = u + 0x7fff + (u >> 16 & 1);
   r = x != x ? u | 0x400000 : r; return narrow16(r >> 16); }"""
+
+_OF_BF16 = """static inline f32 float32_of_bfloat16(u16 x) { return __builtin_bit_cast(f32, (u32)x << 16); }
+static inline f32v float32_of_bfloat16(u16v x) {"""
 
 _E4M3 = """static inline u8v float8_e4m3fn_of_float32(f32v x) {
   f32v a = abs_of(x); a = a > 448.0f ? splat(448.0f) : a; u32v u = (u32v)a;
@@ -41,25 +44,23 @@ _FROM_E4M3 = """static inline f32v float32_of_float8_e4m3fn(u8v x) { i32v b = __
 static inline f32 float32_of_float8_e4m3fn(u8 x) { return float32_of_float8_e4m3fn(u8v{} + x)[0]; }"""
 
 
-def _half(
-    instruction_to: str, instruction_from: str, needs: frozenset[str], lanes: int, c: str
-) -> tuple[Record, Record]:
-    to = f"""static inline u16 float16_of_float32(f32 x) {{ return __builtin_bit_cast(u16, (_Float16)x); }}
-static inline u16v float16_of_float32(f32v x) {{
-  u16v r; asm("{instruction_to}" : "={c}"(r) : "{c}"(x)); return r; }}"""
-    back = f"""static inline f32 float32_of_float16(u16 x) {{ return (f32)__builtin_bit_cast(_Float16, x); }}
-static inline f32v float32_of_float16(u16v x) {{
-  f32v r; asm("{instruction_from}" : "={c}"(r) : "{c}"(x)); return r; }}"""
+def _half(needs: frozenset[str], lanes: int) -> tuple[Record, Record]:
+    to = """static inline u16 float16_of_float32(f32 x) { return __builtin_bit_cast(u16, (_Float16)x); }
+static inline u16v float16_of_float32(f32v x) {
+  u16v r; asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x)); return r; }"""
+    back = """static inline f32 float32_of_float16(u16 x) { return (f32)__builtin_bit_cast(_Float16, x); }
+static inline f32v float32_of_float16(u16v x) {
+  f32v r; asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(x)); return r; }"""
     return Record("float16_of_float32", to, needs, lanes), Record("float32_of_float16", back, needs, lanes)
 
 
 FLOATS = (
     Record("bfloat16_of_float32", _BF16),
-    Record("float32_of_bfloat16", """static inline f32 float32_of_bfloat16(u16 x) {
-  return __builtin_bit_cast(f32, (u32)x << 16); }
-static inline f32v float32_of_bfloat16(u16v x) { return (f32v)(__builtin_convertvector(x, u32v) << 16); }"""),
-    *_half("vcvtps2ph $0, %1, %0", "vcvtph2ps %1, %0", F16C | AVX512, 16, "v"),
-    *_half("vcvtps2ph $0, %1, %0", "vcvtph2ps %1, %0", F16C, 8, "x"),
+    Record("float32_of_bfloat16", _OF_BF16 + """
+  u32v r; asm("vpmovzxwd %1, %0" : "=v"(r) : "vm"(x)); return (f32v)(r << 16); }""", AVX2),
+    Record("float32_of_bfloat16", _OF_BF16 + " return (f32v)(__builtin_convertvector(x, u32v) << 16); }"),
+    *_half(F16C | AVX512, 16),
+    *_half(F16C, 8),
     Record("float16_of_float32", """static inline u16 float16_of_float32(f32 x) {
   return __builtin_bit_cast(u16, (_Float16)x); }
 static inline u16v float16_of_float32(f32v x) {

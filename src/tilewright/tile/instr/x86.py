@@ -12,7 +12,7 @@ from tilewright.tile.instr.record import Record
 AVX512 = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq"))
 F16C = frozenset(("avx", "f16c"))
 FMA = frozenset(("avx", "fma"))
-AVX = frozenset(("avx",))
+AVX, AVX2 = frozenset(("avx",)), frozenset(("avx", "avx2"))
 
 PHILOX = """static inline u32 philox(i64 seed, i64 counter, i64 row, i64 word) {
   u32 x[4] = {(u32)counter, (u32)(counter >> 32), (u32)row, (u32)(row >> 32)}, k0 = (u32)seed, k1 = (u32)(seed >> 32);
@@ -30,10 +30,13 @@ EXTREMES = tuple(
 """(name, r is a where it is so to b, result)"""
 
 
-def _extreme(name: str, sign: str, result: str) -> Record:
-    """Of a and b, with r = a if it is the more extreme, else b."""
-    return Record(name, f"template <class T> static inline T {name}(T a, T b) {{\n"
-                        f"  T r = a {sign} b ? a : b; return {result}; }}")  # fmt: skip
+def _extreme(name: str, sign: str, result: str) -> list[Record]:
+    """Of a and b, with r = a if it is the more extreme, else b: what vmaxps gives, of zeros and NaN too."""
+    base, found = name[:3], f"a {sign} b ? a : b" if name.endswith("_of") else f"{name[:3]}_of<T>(a, b)"
+    text = f"template <class T> static inline T {name}(T a, T b) {{ T r = {found}; return {result}; }}"
+    vectors = f"""
+template <> inline f32v {name}(f32v a, f32v b) {{ asm("v{base}ps %1, %0, %0" : "+v"(a) : "vm"(b)); return a; }}"""
+    return [*([Record(name, text + vectors, AVX)] if name.endswith("_of") else []), Record(name, text)]
 
 
 _FMA = """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
@@ -47,14 +50,10 @@ static inline i32v splat(i32 x) { return i32v{} + x; }
 static inline u32v splat(u32 x) { return u32v{} + x; }
 static inline i64v splat(i64 x) { return i64v{} + x; }
 static inline i32v splat(bool x) { return i32v{} - (i32)x; }"""),
-    Record("fma_of", _FMA + """
-  asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "vm"(c)); return a; }""", FMA | AVX512, 16),
-    Record("fma_of", _FMA + """
-  asm("vfmadd213ps %2, %1, %0" : "+x"(a) : "x"(b), "xm"(c)); return a; }""", FMA, 8),
+    Record("fma_of", _FMA + """ asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "vm"(c)); return a; }""", FMA),
     Record("fma_of", _FMA + """
   f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }"""),
-    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX512, 16),
-    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=x"(r) : "x"(a)); return r; }""", AVX, 8),
+    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX),
     Record("sqrt_of", _SQRT + """ for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
     Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
   f32v r; asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(a), "v"(n)); return r; }
@@ -66,7 +65,7 @@ static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0
     Record("abs_of", """static inline f32 abs_of(f32 a) { return __builtin_fabsf(a); }
 static inline f32v abs_of(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
 template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
-    *(_extreme(*one) for one in EXTREMES),
+    *(record for one in EXTREMES for record in _extreme(*one)),
     Record("can_divide", """template <class T> static inline T can_divide(T b) {
   T one = T{} + 1, minus = T{} - 1; auto traps = (b == T{}) | ((b == minus) & (minus < T{}));
   return traps ? one : b; }"""),
