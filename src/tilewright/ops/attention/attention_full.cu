@@ -1,7 +1,7 @@
 // Attention where every query sees the same keys (no causal mask, window or prefix; key lengths are fine), for Hopper, by
 // hand. What it has over the kernels in Triton: descriptors that the host made, so that copies are asked for at once;
-// heads of 72 in products of 72; and parts of the keys that are joined through the shared memory of a neighbour, not by a
-// second launch.
+// heads of 72 in products of 72; parts of the keys that are joined through the shared memory of a neighbour, not by a
+// second launch; and a start that overlaps with the end of the launch before.
 //
 // A block has M rows of queries: PACK heads that read the same keys, side by side for each query. Each of its two
 // warpgroups has half of them, and they take turns: while one multiplies, scores of a tile of keys and the values of the
@@ -23,18 +23,17 @@ constexpr int TILES = AT_ONCE ? SLOTS / 2 : 1;  // of scores that a thread has
 
 constexpr int D = (WIDTH + 63) / 64, DV = (V_WIDTH + 63) / 64;  // panels of 64 columns
 constexpr int STEPS = (WIDTH + 15) / 16;                        // of a product of scores
-// Hardware copies a row of 16 bytes at the price of one of 128: where all is asked for at once, threads bring up to 16
-// columns that whole panels leave.
+// A hardware copy takes as long for a row of 16 bytes as for one of 128: where all is asked for at once, threads bring
+// up to 16 columns that whole panels leave.
 __device__ constexpr bool beside(int width) { return AT_ONCE && width > 64 && width % 64 > 0 && width % 64 <= 16; }
 constexpr bool BESIDE = beside(WIDTH), V_BESIDE = beside(V_WIDTH);
-constexpr int COLUMNS = product_of(V_WIDTH);
 constexpr int Q_BYTES = M * D * 128, K_BYTES = N * D * 128, V_BYTES = N * DV * 128;
 constexpr int SLOT_BYTES = K_BYTES > V_BYTES ? K_BYTES : V_BYTES;
 
-constexpr int EIGHTS = COLUMNS / 8;                             // of columns of the output
-constexpr int SHARE = ((EIGHTS + 3) / 4 + PARTS - 1) / PARTS * 4;  // that a block of the cluster finishes
-constexpr int GIVEN = PARTS > 1 ? SHARE * 4 * 256 * 4 : 0;         // bytes, from one block to the other
-constexpr int RING = Q_BYTES > GIVEN ? Q_BYTES : GIVEN;            // it goes where queries were
+constexpr int EIGHTS = product_of(V_WIDTH) / 8;                    // columns of the output, by 8
+constexpr int SHARE = ((EIGHTS + 3) / 4 + PARTS - 1) / PARTS * 4;  // of which a block of the cluster finishes so many
+constexpr int GIVEN = PARTS > 1 ? SHARE * 4 * 256 * 4 : 0;         // bytes, from one block to the other,
+constexpr int RING = Q_BYTES > GIVEN ? Q_BYTES : GIVEN;            // which go where queries were
 
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -265,27 +264,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         }
     }
 #else
-    {
-        if (warp >= 8) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-            if (thread == bringer && blocks > 0) {
-                bring_queries(0);
-                for (int n = 0; n < 2 * blocks; n++) {
-                    if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
-                    bring(n);
-                }
+    if (warp >= 8) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (thread == bringer && blocks > 0) {
+            bring_queries(0);
+            for (int n = 0; n < 2 * blocks; n++) {
+                if (n >= SLOTS) barrier_wait(empty + n % SLOTS * 8, (n / SLOTS - 1) & 1);
+                bring(n);
             }
-            if constexpr (PARTS > 1) {
-                __syncwarp();
-                cluster_arrive();
-                cluster_wait();
-                cluster_arrive();
-                cluster_wait();
-            }
-            return;
         }
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        if constexpr (PARTS > 1) {
+            __syncwarp();
+            for (int i = 0; i < 2; i++) cluster_arrive(), cluster_wait();
+        }
+        return;
     }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 #endif
 
     const int warpgroup = warp / 4;
@@ -306,15 +300,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
         const u32 queries = q_at + warpgroup * (Q_BYTES / 2), at = ring_at + 2 * block % SLOTS * SLOT_BYTES;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            add_scores(s[i], tile_at<128>(queries + k / 4 * (M / 2) * 128 + k % 4 * 32),
-                       tile_at<128>(at + k / 4 * N * 128 + k % 4 * 32), k);
+            add_scores(s[i], tile_at(queries + k / 4 * (M / 2) * 128 + k % 4 * 32),
+                       tile_at(at + k / 4 * N * 128 + k % 4 * 32), k);
         }
     };
     auto weigh = [&](int block, int i) {
         const u32 at = ring_at + (2 * block + 1) % SLOTS * SLOT_BYTES;
 #pragma unroll
         for (int k = 0; k < N / 16; k++) {
-            add_weighted(sums.out, weights[i][k], tile_at<128>(at + k * 16 * 128, N * 128));
+            add_weighted(sums.out, weights[i][k], tile_at(at + k * 16 * 128, N * 128));
         }
     };
     auto soften_block = [&](int block, int i) {

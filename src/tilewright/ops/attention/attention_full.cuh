@@ -1,5 +1,5 @@
-// What hand-written attention for Hopper is built of: barriers, copies, what blocks of a cluster tell each other,
-// tiles as the tensor cores read them, and their products. No kernel lives here. sm_90a.
+// What hand-written attention for Hopper is built of: barriers, copies, what blocks of a cluster tell each other, tiles
+// as the tensor cores read them, and their products. No kernel lives here. sm_90a.
 //
 // It includes nothing, so that NVRTC compiles it without a toolkit's headers.
 #pragma once
@@ -96,12 +96,11 @@ __device__ __forceinline__ void copies_arrive(u32 barrier) {
 
 // ---- tiles and products -----------------------------------------------------------------------------------------
 
-// A tile lies in panels of BYTES a row, 16-byte units exchanged by the row (the swizzle of that width). `leap`:
-// bytes to the next panel, which is read where the rows are what is summed over.
-template <int BYTES>
+// A tile lies in panels of 128 bytes a row, whose units of 16 bytes are exchanged by the row (the swizzle of 128 bytes).
+// `leap`: bytes to the next panel, which is read where rows are what is summed over.
 __device__ __forceinline__ u64 tile_at(u32 address, int leap = 16) {
-    constexpr u64 SWIZZLE = BYTES == 128 ? 1 : BYTES == 64 ? 2 : 3;
-    return (u64)(address >> 4 & 0x3fff) | (u64)(leap >> 4) << 16 | (u64)(8 * BYTES >> 4) << 32 | SWIZZLE << 62;
+    constexpr u64 EIGHT_ROWS = 1024 >> 4, SWIZZLE_128 = 1;
+    return (u64)(address >> 4 & 0x3fff) | (u64)(leap >> 4) << 16 | EIGHT_ROWS << 32 | SWIZZLE_128 << 62;
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
