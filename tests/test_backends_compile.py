@@ -294,6 +294,16 @@ void add(const config_t* c, void** p) {
     x = *(int64_t**)p[0];
     *x += n;
 }
+/* a descriptor is told its address: word 0; the rest is as it was made */
+int place(int64_t* map, void* address) {
+    if (fail) { int code = fail; fail = 0; return code; }
+    map[0] = (int64_t)address;
+    return 0;
+}
+void described(const config_t* c, void** p) {
+    int64_t *out = *(int64_t**)p[0], *x = p[1], *y = p[2];
+    out[0] = x[0]; out[1] = x[1]; out[2] = y[0]; out[3] = y[1]; out[4] = ((intptr_t)x | (intptr_t)y) % 64;
+}
 void facts(const config_t* c, void** p) {
     int64_t* out = *(int64_t**)p[1];
     out[0] = *(int64_t*)p[0]; out[1] = (int64_t)*(float*)p[2]; out[2] = *(int32_t*)p[3]; out[3] = *(int64_t*)p[4];
@@ -334,6 +344,40 @@ def test_parameters_arrive_where_the_kernel_reads_them(host: ctypes.CDLL) -> Non
     out = torch.full((16,), -1, dtype=torch.int64)
     run([torch.zeros(1), None, out])
     assert out[:12].tolist() == [-(2**40), 2, 1, 0, 7, 9, 96, 123, 1005, 1, 4, 4]
+
+
+def test_descriptors_are_made_once_and_told_each_address(host: ctypes.CDLL) -> None:
+    x, y, out = (TensorFacts.dense(n, (4, 64), torch.bfloat16) for n in ("x", "y", "out"))
+    maps = {f.name: TensorMap(f, (4, 64), (64, 1), (2, 64), 128) for f in (x, y)}
+    made: list[str] = []
+
+    def make(wanted: TensorMap) -> ctypes.Array[Any]:
+        made.append(wanted.facts.name)
+        room = (ctypes.c_uint64 * (2 * enqueue.MAP_WORDS))()
+        words = (ctypes.c_uint64 * enqueue.MAP_WORDS).from_buffer(room, -ctypes.addressof(room) % 64)
+        words[1] = len(made)
+        return words
+
+    def refuse(code: int) -> None:
+        raise cubin.LaunchError("placing", code)
+
+    launch = Launch(None, (1, 1, 1), {"out": out, "x_map": maps["x"], "y_map": maps["y"]})
+    parameters = (Parameter("pointer", "out"), Parameter("map", "x_map"), Parameter("map", "y_map"))
+    step = enqueue.bind(Artifact(b"", "described", parameters, (1, 1, 1)), launch, {"x": 0, "y": 1, "out": 2})
+    functions = [_function(host, "described")] * 2
+    sources = enqueue.Maps(make, host.place, refuse)
+    run = enqueue.enqueuer([step, step], functions, host.launch, lambda i: 0, _never, 0, sources)
+    for _ in range(2):
+        tensors = [torch.zeros(4, 64, dtype=torch.bfloat16) for _ in range(2)]
+        found = torch.full((8,), -1, dtype=torch.int64)
+        run([*tensors, found])
+        assert found[:5].tolist() == [tensors[0].data_ptr(), 1, tensors[1].data_ptr(), 2, 0]
+    assert made == ["x", "y"]
+    host.set_failure(1)
+    with pytest.raises(cubin.LaunchError, match="placing"):
+        run([*tensors, found])
+    with pytest.raises(TypeError, match="descriptors"):
+        enqueue.enqueuer([step], functions[:1], host.launch, lambda i: 0, _never, 0)
 
 
 def test_threads_never_share_a_frame(host: ctypes.CDLL) -> None:
@@ -380,7 +424,17 @@ def test_wrong_arguments_are_refused_when_the_plan_is_made() -> None:
     def bind(kind: str, value: Any, grid: tuple[int, int, int] = (1, 1, 1)) -> None:
         enqueue.bind(Artifact(b"", "k", (Parameter(kind, "a"),), (1, 1, 1)), Launch(None, grid, {"a": value}), {"x": 0})
 
-    for kind, value in (("i64", x), ("pointer", 3), ("i64", None), ("i32", 2**31), ("i64", 1.5)):
+    described = TensorMap(x, (1, 1), (1, 1), (1, 1), 32)
+    wrong = (
+        ("i64", x),
+        ("pointer", 3),
+        ("i64", None),
+        ("i32", 2**31),
+        ("i64", 1.5),
+        ("map", x),
+        ("pointer", described),
+    )
+    for kind, value in wrong:
         with pytest.raises(TypeError, match="k: a"):
             bind(kind, value)
     with pytest.raises(ValueError, match="grid y = 65536"):
@@ -471,6 +525,9 @@ def test_gpu_kernel_that_cannot_be_loaded_says_why(source: cuda.Source) -> None:
         _gpu_runner("cuda", source, 8, shared=300_000)
     assert not caught.value.sticky
     launch = _add(source, 8)
+    with pytest.raises(cubin.LaunchError, match=r"a descriptor of x \(4, 64\) for boxes"):  # rows of 2 bytes more
+        x = TensorFacts.dense("x", (4, 65), torch.bfloat16)
+        cubin.driver().tensor_map(TensorMap(x, (4, 64), (65, 1), (2, 64), 128))
     short = dataclasses.replace(cuda.CudaBackend().compile(launch, device_of("cuda", 0)), parameters=())
     with pytest.raises(cubin.LaunchError, match="takes parameters of"):
         cubin.CubinRunner([short], [launch], Call("add", device_of("cuda", 0), {}, {}))
