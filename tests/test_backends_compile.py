@@ -25,7 +25,7 @@ from tilewright.backends import triton as tw_triton
 from tilewright.core.backend import Artifact, Parameter
 from tilewright.core.call import Call, TensorFacts
 from tilewright.core.device import Device, device_of, target_device
-from tilewright.core.launch import Launch, Scratch, scratches
+from tilewright.core.launch import Launch, Scratch, TensorMap, scratches
 from tilewright.tile.runtime import nvrtc
 
 triton = pytest.importorskip("triton")
