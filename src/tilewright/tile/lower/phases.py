@@ -181,11 +181,12 @@ class Plan:
                     self._use(arg, phase)
 
     def _use(self, root: Node, phase: Phase) -> None:
-        waiting = [root]
+        waiting, seen = [root], set[Node]()
         while waiting:
             node = waiting.pop()
-            if is_scalar(node.shape) or folds(node) or node.op == "arange" or self.waits(node, phase):
+            if node in seen or is_scalar(node.shape) or folds(node) or node.op == "arange" or self.waits(node, phase):
                 continue
+            seen.add(node)
             if node.op == "reshape":
                 self._keep(node.args[0], self._first(node.args[0], phase))
                 continue
