@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.tile import dtypes, numbers
-from tilewright.tile.analysis.divisibility import Facts
+from tilewright.tile.analysis.intervals import Facts
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import For, Function, If, Let, Operand, Parameter, Statement, Type
@@ -203,7 +203,7 @@ class Emitter:
             if folded is not None:
                 return folded
             kind = a["kind"]
-            if kind in DOWNWARD and self.facts.of(node.args[0]).non_negative and self.facts.of(node.args[1]).positive:
+            if kind in DOWNWARD and self.facts.of(node.args[0])[0] >= 0 and self.facts.of(node.args[1])[0] > 0:
                 kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
             return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":
