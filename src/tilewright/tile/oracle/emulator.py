@@ -56,7 +56,9 @@ def run(
         RunError: an access outside a tensor, a use of what was not written, an address that is not aligned as it says.
         RaceError: accesses that no barrier orders, a barrier or a shuffle that some threads do not reach.
     """
-    machine = _Machine(function, arguments, grid, outputs, levels or {}, arena)
+    machine = Machine(function, grid)
+    machine.given(arguments, outputs, levels or {})
+    machine.arena = arena
     with np.errstate(all="ignore"):
         for place in itertools.product(*(range(n) for n in machine.grid)):
             machine.instance(place)
@@ -82,23 +84,27 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 SECOND = {"max": numbers.NumpyBuilder().greatest, "min": numbers.NumpyBuilder().least}
 
 
-class _Machine:
-    def __init__(
-        self, function: Function, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
-        levels: Mapping[str, int], arena: Mapping[str, int] | None,
-    ) -> None:  # fmt: skip
-        self.function, self.arguments, self.levels, self.arena = function, arguments, levels, arena
-        self.grid = (*grid, 1, 1, 1)[:3]
+class Machine:
+    """Runs a function."""
+
+    def __init__(self, function: Function, grid: tuple[int, ...]) -> None:
+        self.function, self.grid = function, (*grid, 1, 1, 1)[:3]
+        self.arguments: Mapping[str, Any] = {}
+        self.levels: Mapping[str, int] = {}
+        self.arena: Mapping[str, int] | None = None
         self.clock = Clock(function.threads)
         self.thread = np.arange(function.threads, dtype=np.int32)[:, None]
-        pointers = {p.name: p for p in function.parameters if p.kind == "pointer"}
-        given = {p.of: (arguments[p.of], p.dtype) for p in pointers.values()}
-        found = tensors(given, outputs, self.clock)
-        self.views = {name: found[p.of] for name, p in pointers.items()}
+        self.views: dict[str, Memory] = {}
         self.memories: dict[str, Memory] = {}
         self.values: dict[str, Any] = {}
         self.undefined: dict[str, Array] = {}
         """Of a value with lanes that come from memory that nobody wrote: which. A register is `name[number]`."""
+
+    def given(self, arguments: Mapping[str, Any], outputs: tuple[str, ...], levels: Mapping[str, int]) -> None:
+        self.arguments, self.levels = arguments, levels
+        pointers = {p.name: p for p in self.function.parameters if p.kind == "pointer"}
+        found = tensors({p.of: (arguments[p.of], p.dtype) for p in pointers.values()}, outputs, self.clock)
+        self.views = {name: found[p.of] for name, p in pointers.items()}
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.clock.block += 1
@@ -210,9 +216,9 @@ class _Machine:
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
-    def access(self, s: Load | Store, active: Array) -> None:
-        memory, lanes = self.memories[s.memory], np.arange(s.type.lanes)
-        shape = (len(active), s.type.lanes)
+    def reached(self, s: Load | Store, active: Array) -> tuple[Array, Array]:
+        """(elements, which of them are touched) of threads x lanes."""
+        lanes, shape = np.arange(s.type.lanes), (len(active), s.type.lanes)
         index, mask = self.value(s.index, int64), active
         for operand in (s.stride, s.count):
             self.known(operand, active, "an address", s.line)
@@ -224,8 +230,11 @@ class _Machine:
             self.known(s.mask, mask, "a mask", s.line)
             mask = mask & self.value(s.mask, boolean)
         self.known(s.index, mask, "an address", s.line)
-        index, mask = np.broadcast_to(index, shape), np.broadcast_to(mask, shape)
-        thread = np.broadcast_to(self.thread, shape)
+        return np.broadcast_to(index, shape), np.broadcast_to(mask, shape)
+
+    def access(self, s: Load | Store, active: Array) -> None:
+        memory, (index, mask) = self.memories[s.memory], self.reached(s, active)
+        thread = np.broadcast_to(self.thread, index.shape)
         self.aligned(s, memory, index, active & mask.any(1, keepdims=True))
         if isinstance(s, Store):
             value = self.value(s.value, s.type.dtype)
