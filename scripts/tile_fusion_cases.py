@@ -14,7 +14,7 @@ import torch
 from tilewright import tile
 from tilewright.tile import ViewType
 from tilewright.tile.ir.tile_ir import Program
-from tilewright.tile.lang.apart import own_and_rest
+from tilewright.tile.lang.apart import apart
 from tilewright.tile.lang.kernel import Fragment, Kernel
 from tilewright.tile.schedule import Schedule, worth_timing
 
@@ -251,7 +251,7 @@ class Case:
         """By form: "fused", and "first" and "second" of those apart."""
         bound = self.piece(**{n: object() for n in self.views})
         fused = self.kernel.bind(**{self.place: bound})
-        own, rest = own_and_rest(fused, self.place, object())
+        own, rest = (apart(fused, self.place, form, object()) for form in ("own", "rest"))
         first, second = (own, rest) if self.place == "prologue" else (rest, own)
         types: dict[str, Any] = {n: s.type(self.rows, self.columns) for n, s in self.specs.items()}
         found = {"first": first.trace(types), "second": second.trace(types)}

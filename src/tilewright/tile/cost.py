@@ -1,5 +1,5 @@
 """What a launch costs a GPU, by estimate: bytes over bandwidth, or operations over their rate, whichever takes longer,
-and the launch. Bytes, accesses and operations are those of the threads of an instance, counted by running its addresses.
+and the launch. Bytes, accesses and operations are those of an instance's threads, counted by running its addresses.
 
 Memory itself moves whole sectors, each once; to write a part of one reads it first. On the way to a multiprocessor
 every access counts, of each pass over a row too: how fast these go depends on how much a warp's access wants of the
@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tilewright.tile.dtypes import Array, boolean, int64
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import For, Let, Load, Parameter, Print, Store
+from tilewright.tile.ir.thread_ir import For, Function, Let, Load, Parameter, Print, Store
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
@@ -31,6 +30,7 @@ from tilewright.tile.schedule import Schedule
 LINE, SECTOR = 128, 32
 FAR = 1 << 20
 """Elements from row to row, of a size that is not known, or between neighbours of an axis of an unknown stride."""
+Grid = tuple[int, int, int]
 Places = dict[tuple[str, bool], Array]
 """The addresses, in bytes, that an instance loads from and stores to, by view."""
 
@@ -75,8 +75,8 @@ class _Counter(Machine):
     """Runs the addresses of one instance and counts. What is loaded is the number of the instance; a condition of what
     is loaded holds."""
 
-    def __init__(self, program: Program, schedule: Schedule, gpu: Gpu, place: tuple[int, int, int]) -> None:
-        super().__init__(lower(program, schedule.vector, schedule), (1 << 30,) * 3)
+    def __init__(self, program: Program, function: Function, gpu: Gpu, place: Grid) -> None:
+        super().__init__(function, (1 << 30,) * 3)
         self.program, self.gpu, self.place = program, gpu, place
         self.operations = self.busy_us = 0.0
         self.narrowest = 16
@@ -140,24 +140,24 @@ class Cost:
     narrowest: int
 
 
-def estimate(program: Program, schedule: Schedule, grid: tuple[int, int, int], gpu: Gpu | None = None) -> Cost:
+def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu | None = None) -> Cost:
     """What a launch of a grid costs. Sizes that the program does not know are large ones.
 
     Raises:
         LowerError: a loop whose length is only known at run time; a schedule that cannot express the program.
     """
     gpu = gpu or Gpu.h200()
-    count = math.prod(grid)
-    one, *others = (_Counter(program, schedule, gpu, at) for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)))
+    function = lower(program, schedule.vector, schedule)
+    one, *others = (_Counter(program, function, gpu, at) for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)))
     moved = sum(_moved(one, others, key, grid) for key in one.places)
-    filled = -(-count // gpu.multiprocessors) * gpu.multiprocessors
+    filled = -(-math.prod(grid) // gpu.multiprocessors) * gpu.multiprocessors
     bytes_us = max(moved / gpu.memory, one.busy_us * filled)
     operations_us = one.operations * filled / gpu.operations
     limit = "operations" if operations_us > bytes_us else "bytes"
     return Cost(gpu.launch_us + max(bytes_us, operations_us), limit, one.narrowest)
 
 
-def _moved(one: _Counter, others: list[_Counter], key: tuple[str, bool], grid: tuple[int, int, int]) -> float:
+def _moved(one: _Counter, others: list[_Counter], key: tuple[str, bool], grid: Grid) -> float:
     """Bytes that a launch moves for a view. Instances along an axis that ask for the same share them; those that ask
     for other elements of the same sectors share the sectors."""
     mine, item = one.places[key], one.program.views[key[0].removeprefix("p_")].dtype.itemsize

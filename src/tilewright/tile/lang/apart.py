@@ -7,70 +7,57 @@ returns a tile is a prologue, whose own kernel comes first; another one is an ep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.tile.dtypes import DType
+from tilewright.tile.ir.tile_ir import Node
 from tilewright.tile.lang.kernel import Fragment, Kernel
 from tilewright.tile.lang.tiles import Tile
-from tilewright.tile.lang.trace import Recorder
-
-
-@dataclass(frozen=True)
-class Passed:
-    """What a fragment takes or gives: the axes of its place, and the narrowest type that loses nothing of it."""
-
-    rank: int
-    dtype: DType
-    prologue: bool
 
 
 class StandIn(Fragment):
-    """In a fragment's place: "fused" is the fragment and notes what is `passed`; with "own" all else is left out, with
-    "rest" the fragment is. These two have the fragment's arguments and the view `between`."""
+    """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment is. These
+    two have the fragment's arguments and the view `between`. After a trace it knows the axes of that (0: the fragment
+    was not called), the narrowest type that loses nothing of what goes through it, and whether this is a prologue."""
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
-        super().__init__(piece.function, {**piece.bound, "between": between} if form != "fused" else piece.bound)
-        self.form = form
-        self.passed: Passed | None = None
+        super().__init__(piece.function, piece.bound if form == "fused" else {**piece.bound, "between": between})
+        self.form, self.rank = form, 0
+        self.dtype: DType | None = None
+        self.prologue = False
 
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
-        between, inner = handles.get("between"), super().inlined(handles)
+        between, inner, own = handles.get("between"), super().inlined(handles), self.form == "own"
 
         def call(t: Any, v: Tile, at: Any, *rest: Any) -> Tile | None:
-            recorder: Recorder = t._t
-            first, effects = len(recorder.nodes), len(recorder.region.effects)
+            first, effects = len(t._t.nodes), t._t.region.effects
+            before = len(effects)
             result: Tile | None = inner(t, v, at, *rest)
-            if between is None:
-                self.passed = _passed(v, at, result)
+            passed, self.prologue = v if result is None else result, result is not None
+            if self.form == "fused":
+                self.rank, self.dtype = len(at) if isinstance(at, tuple) else 1, _narrowest(passed.node)
                 return result
-            if self.form == "rest" or result is None:
-                del recorder.region.effects[effects:]
-            if self.form == "rest":
-                if result is not None:
-                    return t.load(between[at]).to(result.dtype)  # type: ignore[no-any-return]
-                t.store(between[at], v.to(between.dtype))
-                return None
-            if result is not None:
-                t.store(between[at], result.to(between.dtype))
+            if not (own and self.prologue):
+                del effects[before:]
+            if own == self.prologue:
+                t.store(between[at], passed.to(between.dtype))
             else:
-                inner(t, t.load(between[at]).to(v.dtype), at, *rest)
-            recorder.only.append(range(first, len(recorder.nodes)))
-            return result
+                passed = t.load(between[at]).to(passed.dtype)
+            if own and not self.prologue:
+                inner(t, passed, at, *rest)
+            if own:
+                t._t.only.append(range(first, len(t._t.nodes)))
+            return passed if self.prologue else None
 
         return call
 
 
-def _passed(v: Tile, at: Any, result: Tile | None) -> Passed:
-    node = (v if result is None else result).node
+def _narrowest(node: Node) -> DType:
     source = node.args[0].dtype if node.op == "cast" else node.dtype
-    lossless = source.itemsize < node.dtype.itemsize and source.floating == node.dtype.floating
-    return Passed(len(at) if isinstance(at, tuple) else 1, source if lossless else node.dtype, result is not None)
+    return source if source.itemsize < node.dtype.itemsize and source.floating else node.dtype
 
 
-def own_and_rest(kernel: Kernel, place: str, between: Any) -> tuple[Kernel, Kernel]:
-    """The fragment's own kernel, and the kernel without it. Each takes what the kernel takes."""
+def apart(kernel: Kernel, place: str, form: str, between: Any = None) -> Kernel:
+    """One of the two ("own" or "rest"), which takes what the kernel takes; or the kernel as it is ("fused")."""
     piece = kernel.pieces()[place]
-    assert piece is not None
-    own, rest = (kernel.bind(**{place: StandIn(piece, form, between)}) for form in ("own", "rest"))
-    return own, rest
+    return kernel if form == "fused" or piece is None else kernel.bind(**{place: StandIn(piece, form, between)})
