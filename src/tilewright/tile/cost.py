@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.tile.dtypes import Array, boolean, int64
-from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import For, Function, Let, Load, Parameter, Print, Store
+from tilewright.tile.errors import Line, LowerError
+from tilewright.tile.ir.thread_ir import Function, Let, Load, Operand, Parameter, Print, Store
 from tilewright.tile.ir.thread_uniform import WARP
-from tilewright.tile.ir.tile_ir import Program
+from tilewright.tile.ir.tile_ir import Most, Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle.emulator import Machine
 from tilewright.tile.schedule import Schedule
@@ -31,8 +31,6 @@ LINE, SECTOR = 128, 32
 FAR = 1 << 20
 """Elements from row to row, of a size that is not known, or between neighbours of an axis of an unknown stride."""
 Grid = tuple[int, int, int]
-Places = dict[tuple[str, bool], Array]
-"""The addresses, in bytes, that an instance loads from and stores to, by view."""
 
 
 @dataclass(frozen=True)
@@ -73,39 +71,44 @@ class Gpu:
 
 class _Counter(Machine):
     """Runs the addresses of one instance and counts. What is loaded is the number of the instance; a condition of what
-    is loaded holds."""
+    is loaded holds. `places`: the bytes where the elements begin that it touches, by view and whether it writes."""
 
-    def __init__(self, program: Program, function: Function, gpu: Gpu, place: Grid) -> None:
-        super().__init__(function, (1 << 30,) * 3)
+    def __init__(self, program: Program, function: Function, gpu: Gpu, grid: Grid, place: Grid) -> None:
+        super().__init__(function, grid)
         self.program, self.gpu, self.place = program, gpu, place
         self.operations = self.busy_us = 0.0
         self.narrowest = 16
         self.touched: dict[tuple[str, bool], list[Array]] = {}
         self.instance(place)
-        self.places: Places = {k: np.unique(np.concatenate(found)) for k, found in self.touched.items()}
+        self.places = {key: np.unique(np.concatenate(found)) for key, found in self.touched.items()}
 
     def parameter(self, p: Parameter, place: tuple[int, ...]) -> Array:
-        if p.kind in ("builtin", "scalar"):
-            return super().parameter(p, place) if p.kind == "builtin" else np.ones((1, 1), p.dtype.values)
-        view = self.program.views[p.of]
-        last, step = p.axis == view.rank + view.levels - 2, view.align // view.dtype.itemsize
-        size = view.sizes[p.axis] if p.kind == "size" else None
-        if p.kind == "stride" and not view.unit:  # what divides it is what is known of it; by columns, rows are near
-            size = (step if last else FAR) if step > 1 else (FAR if last else 1)
-        return np.full((1, 1), FAR if size is None else getattr(size, "value", size), np.int64)
+        if p.kind == "builtin":
+            return super().parameter(p, place)
+        view, value = self.program.views.get(p.of), FAR
+        if view is not None and p.kind == "stride" and not view.unit:  # what divides it is what is known of it
+            step, last = view.align // view.dtype.itemsize, p.axis == view.rank + view.levels - 2
+            value = step if last and step > 1 else FAR if last or step > 1 else 1  # by columns, rows are near
+        size = view.sizes[p.axis] if view is not None and p.kind == "size" else None
+        if size is not None:
+            value = size.value if isinstance(size, Most) else size
+        elif p.kind != "stride":
+            self.undefined[p.name] = np.ones((1, 1), bool)
+        return np.full((1, 1), value, np.int64)
 
-    def loop(self, s: For, active: Array) -> None:
-        if any(isinstance(b, str) and b.startswith("a_") for b in s.decides):
-            raise LowerError("an estimate needs loops of a known length")
-        super().loop(s, active)
+    def known(self, operand: Operand | None, active: Array, what: str, line: Line | None) -> None:
+        if what == "a loop's bound" and self.unknown(operand) is not None:
+            raise LowerError(f"{self.program.name}: an estimate needs loops of a known length")
 
     def let(self, s: Let, active: Array) -> None:
         source = (s.operands or s.type).dtype
         self.operations += self.gpu.cost(s) * s.type.lanes * float(active.sum())
-        if s.type.dtype == int64 or (s.type.dtype == boolean and source == int64):
-            super().let(s, active)
-        else:
+        if s.type.dtype != int64 and not (s.type.dtype == boolean and source == int64):
             self.values[s.name] = np.full((1, 1), s.type.dtype == boolean, s.type.dtype.values)
+            return
+        super().let(s, active)
+        if s.op == "min":  # of something and what is large
+            self.undefined.pop(s.name, None)
 
     def print(self, s: Print, active: Array) -> None:
         """Nothing."""
@@ -113,14 +116,14 @@ class _Counter(Machine):
     def access(self, s: Load | Store, active: Array) -> None:
         if isinstance(s, Load):
             self.values[s.name] = np.full((1, 1), self.place[0] if s.type.dtype.integer else 0, s.type.dtype.values)
-        if s.memory in {a.name for a in self.function.arrays}:
+        if s.memory in self.memories:
             return
         index, mask = self.reached(s, active)
         item, key = s.type.dtype.itemsize, (s.memory, isinstance(s, Store))
         whole = s.stride == 1 and not s.scattered and bool((mask.all(1) == mask.any(1)).all())
         width = max(s.align, item) if whole else item
         self.narrowest = min(self.narrowest, width if s.type.lanes > 1 else 16)
-        self.touched.setdefault(key, []).append(np.unique(index[mask]) * item)
+        self.touched.setdefault(key, []).append(index[mask] * item)
         for lane in range(0, s.type.lanes, width // item):
             here, inside = (x[:, lane].reshape(-1, min(WARP, len(active))) for x in (index * item, mask))
             ends = np.concatenate([here // LINE, (here + width - 1) // LINE], 1)
@@ -146,26 +149,18 @@ def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu | None =
     Raises:
         LowerError: a loop whose length is only known at run time; a schedule that cannot express the program.
     """
-    gpu = gpu or Gpu.h200()
-    function = lower(program, schedule.vector, schedule)
-    one, *others = (_Counter(program, function, gpu, at) for at in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)))
-    moved = sum(_moved(one, others, key, grid) for key in one.places)
+    gpu, function = gpu or Gpu.h200(), lower(program, schedule.vector, schedule)
+    axes = [axis for axis in range(3) if grid[axis] > 1]
+    places = [(0, 0, 0), *((int(a == 0), int(a == 1), int(a == 2)) for a in axes)]
+    one, *others = (_Counter(program, function, gpu, grid, place) for place in places)
+    moved = 0.0
+    for (view, writes), mine in one.places.items():
+        item, sectors = program.views[view.removeprefix("p_")].dtype.itemsize, len(np.unique(mine // SECTOR))
+        size = sectors * SECTOR * (2 if writes and len(mine) * item < sectors * SECTOR else 1)
+        same = [np.array_equal(mine, other.places.get((view, writes), ())) for other in others]
+        moved += size * math.prod(grid[axis] for axis, shared in zip(axes, same, strict=True) if not shared)
     filled = -(-math.prod(grid) // gpu.multiprocessors) * gpu.multiprocessors
     bytes_us = max(moved / gpu.memory, one.busy_us * filled)
     operations_us = one.operations * filled / gpu.operations
     limit = "operations" if operations_us > bytes_us else "bytes"
     return Cost(gpu.launch_us + max(bytes_us, operations_us), limit, one.narrowest)
-
-
-def _moved(one: _Counter, others: list[_Counter], key: tuple[str, bool], grid: Grid) -> float:
-    """Bytes that a launch moves for a view. Instances along an axis that ask for the same share them; those that ask
-    for other elements of the same sectors share the sectors."""
-    mine, item = one.places[key], one.program.views[key[0].removeprefix("p_")].dtype.itemsize
-    sectors, times = np.unique(mine // SECTOR), 1
-    size = len(sectors) * SECTOR * (2 if key[1] and len(mine) * item < len(sectors) * SECTOR else 1)
-    for other, count in zip(others, grid, strict=True):
-        theirs = other.places.get(key, mine)
-        if not np.array_equal(theirs, mine):
-            times *= count
-            size = len(mine) * item if np.array_equal(np.unique(theirs // SECTOR), sectors) else size
-    return float(size * times)

@@ -54,7 +54,7 @@ def explain(
     Args:
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
-        instances: with a GPU, estimate the time of a launch of so many, or of a grid, and whether to fuse what is bound.
+        instances: with a GPU, estimate a launch of so many, or of a grid, and whether to fuse what is bound.
     """
     more = fusions(kernel, arguments, instances) if gpu and instances else []
     return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule, instances=instances, more=more)

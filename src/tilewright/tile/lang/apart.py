@@ -16,7 +16,7 @@ from tilewright.tile.lang.tiles import Tile
 
 
 class StandIn(Fragment):
-    """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment is. These
+    """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment. These
     two have the fragment's arguments and the view `between`. After a trace it knows the axes of that (0: the fragment
     was not called), the narrowest type that loses nothing of what goes through it, and whether this is a prologue."""
 
@@ -27,13 +27,15 @@ class StandIn(Fragment):
         self.prologue = False
 
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
-        between, inner, own = handles.get("between"), super().inlined(handles), self.form == "own"
+        inner, own = super().inlined(handles), self.form == "own"
+        between: Any = handles.get("between")
 
         def call(t: Any, v: Tile, at: Any, *rest: Any) -> Tile | None:
             first, effects = len(t._t.nodes), t._t.region.effects
             before = len(effects)
             result: Tile | None = inner(t, v, at, *rest)
-            passed, self.prologue = v if result is None else result, result is not None
+            passed: Tile = v if result is None else result
+            self.prologue = result is not None
             if self.form == "fused":
                 self.rank, self.dtype = len(at) if isinstance(at, tuple) else 1, _narrowest(passed.node)
                 return result

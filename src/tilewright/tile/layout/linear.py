@@ -97,8 +97,7 @@ class Layout:
         return text
 
     def owners(self) -> dict[int, tuple[int, ...]]:
-        """(register, lane, warp) of each element's owner, which stores it: of its copies the one of least warp, lane and
-        register."""
+        """(register, lane, warp) of each element's owner, which stores it: the least of its copies, by warp first."""
         found: dict[int, tuple[int, ...]] = {}
         for warp, lane, reg in itertools.product(*(range(1 << len(b)) for b in (self.warp, self.lane, self.reg))):
             found.setdefault(self.at(reg, lane, warp), (reg, lane, warp))

@@ -108,8 +108,8 @@ class Machine:
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.clock.block += 1
-        self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
         self.undefined = {}
+        self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
         self.memories = {**self.views, **self.arrays()}
         self.block(self.function.body, np.ones((self.function.threads, 1), bool))
 
