@@ -210,8 +210,8 @@ class Emitter:
             if "accuracy" in a and self.function.threads > 1:  # a CPU has nothing that is faster
                 return self.let(depth, type, a["kind"], args[0], mode=a["accuracy"], line=line)
             if a["kind"] in math.FUNCTIONS:
-                builder = ThreadBuilder(self, depth, type.lanes, line)
-                return math.FUNCTIONS[a["kind"]](builder, args[0])
+                made: Operand = math.FUNCTIONS[a["kind"]](ThreadBuilder(self, depth, type.lanes, line), args[0])
+                return made
             return self.let(depth, type, a["kind"], args[0], operands=source, line=line)
         if node.op == "fma":
             return self.let(depth, type, "fma", *args, line=line)
