@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from tilewright.tile.dtypes import Array, boolean, int64
 from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import Function, Let, Load, Operand, Parameter, Print, Store
 from tilewright.tile.ir.thread_uniform import WARP
-from tilewright.tile.ir.tile_ir import Most, Program
+from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle.emulator import Machine
 from tilewright.tile.schedule import Schedule
@@ -47,12 +46,6 @@ class Gpu:
     operations: float
     costs: Mapping[str, float]
 
-    @staticmethod
-    @cache
-    def h200() -> Gpu:
-        """Measured by scripts/tile_fusion.py; see docs/notes/tile-on-h200.md."""
-        return Gpu(**json.loads(Path(__file__).with_name("h200.json").read_text("utf-8")))
-
     def bandwidth(self, part: float, writes: bool) -> float:
         table = self.stores if writes else self.loads
         parts, speeds = ([math.log(x) for x in column] for column in zip(*table, strict=True))
@@ -67,6 +60,10 @@ class Gpu:
         elif int64 in (source, s.type.dtype) and s.op != "philox":
             names = ["int64"]
         return next((self.costs[n] for n in (*names, s.op) if n in self.costs), 1.0)
+
+
+H200 = Gpu(**json.loads(Path(__file__).with_name("h200.json").read_text("utf-8")))
+"""Measured by scripts/tile_fusion.py; see docs/notes/tile-on-h200.md."""
 
 
 class _Counter(Machine):
@@ -89,9 +86,9 @@ class _Counter(Machine):
         if view is not None and p.kind == "stride" and not view.unit:  # what divides it is what is known of it
             step, last = view.align // view.dtype.itemsize, p.axis == view.rank + view.levels - 2
             value = step if last and step > 1 else FAR if last or step > 1 else 1  # by columns, rows are near
-        size = view.sizes[p.axis] if view is not None and p.kind == "size" else None
+        size = view.most(p.axis) if view is not None and p.kind == "size" else None
         if size is not None:
-            value = size.value if isinstance(size, Most) else size
+            value = size
         elif p.kind != "stride":
             self.undefined[p.name] = np.ones((1, 1), bool)
         return np.full((1, 1), value, np.int64)
@@ -143,13 +140,13 @@ class Cost:
     narrowest: int
 
 
-def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu | None = None) -> Cost:
+def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu = H200) -> Cost:
     """What a launch of a grid costs. Sizes that the program does not know are large ones.
 
     Raises:
         LowerError: a loop whose length is only known at run time; a schedule that cannot express the program.
     """
-    gpu, function = gpu or Gpu.h200(), lower(program, schedule.vector, schedule)
+    function = lower(program, schedule.vector, schedule)
     axes = [axis for axis in range(3) if grid[axis] > 1]
     places = [(0, 0, 0), *((int(a == 0), int(a == 1), int(a == 2)) for a in axes)]
     one, *others = (_Counter(program, function, gpu, grid, place) for place in places)

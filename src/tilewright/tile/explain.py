@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tilewright.tile.cost import Gpu, estimate
+from tilewright.tile.cost import H200, estimate
 from tilewright.tile.errors import LowerError, TileError
 from tilewright.tile.fuse import decide
 from tilewright.tile.instr.record import needed
@@ -143,7 +143,7 @@ def _estimate(program: Program, schedule: Schedule, grid: int | tuple[int, ...])
         cost = estimate(program, schedule, whole := grid_of(program.name, grid))
     except LowerError as error:
         return f"estimate      none: {error}"
-    return (f"estimate      {cost.us:.0f} us for {math.prod(whole)} instances on an {Gpu.h200().name}, limited by "
+    return (f"estimate      {cost.us:.0f} us for {math.prod(whole)} instances on an {H200.name}, limited by "
             f"{cost.limit}")  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.tile.cost import Gpu, Grid, estimate
+from tilewright.tile.cost import H200, Gpu, Grid, estimate
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TileError
 from tilewright.tile.ir.tile_ir import ViewType
@@ -21,8 +21,7 @@ from tilewright.tile.lang.kernel import Argument, Kernel
 from tilewright.tile.runtime.launch import grid_of
 from tilewright.tile.schedule import default
 
-WIDE = 8
-"""Bytes that an access moves at least, of what counts as vectors."""
+WIDE = 8  # bytes that an access of vectors moves at least
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Decision:
 
 def decide(
     kernel: Kernel, place: str, arguments: Mapping[str, Argument], grid: int | tuple[int, ...], *,
-    between: DType | None = None, gpu: Gpu | None = None,
+    between: DType | None = None, gpu: Gpu = H200,
 ) -> Decision:  # fmt: skip
     """Whether to fuse the fragment that is bound in a place of a kernel.
 
@@ -59,7 +58,6 @@ def decide(
         arguments: types by name, as `Kernel.trace` takes them.
         grid: the kernel's instances, along up to three axes.
         between: what the tensor in between would be rounded to; without it, the narrowest type that loses nothing.
-        gpu: an H200 where none is given.
 
     Raises:
         TileError: no fragment is bound there, or the kernel does not call it.
@@ -76,8 +74,8 @@ def decide(
     types = {**arguments, f"{place}_between": ViewType(dtype, (None,) * known.rank, align=16)}
     programs |= {form: apart(kernel, place, form).trace(types) for form in ("own", "rest")}
     asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op == "program_id"}
-    first, second, third = (n if axis in asked else 1 for axis, n in enumerate(whole))
-    grids = {"fused": whole, "own": (first, second, third), "rest": whole}
+    own = grid_of(kernel.name, tuple(n if axis in asked else 1 for axis, n in enumerate(whole)))
+    grids = {"fused": whole, "own": own, "rest": whole}
     costs = {form: estimate(p, default(p), grids[form], gpu) for form, p in programs.items()}
     fused, many = costs["fused"].us, costs["own"].us + costs["rest"].us
     narrowed = costs["fused"].narrowest < WIDE <= costs["rest"].narrowest

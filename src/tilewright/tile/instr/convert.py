@@ -41,15 +41,13 @@ _FROM_E4M3 = """static inline f32v float32_of_float8_e4m3fn(u8v x) { i32v b = __
 static inline f32 float32_of_float8_e4m3fn(u8 x) { return float32_of_float8_e4m3fn(u8v{} + x)[0]; }"""
 
 
-def _half(
-    instruction_to: str, instruction_from: str, needs: frozenset[str], lanes: int, c: str
-) -> tuple[Record, Record]:
+def _half(narrow: str, widen: str, needs: frozenset[str], lanes: int, c: str) -> tuple[Record, Record]:
     to = f"""static inline u16 float16_of_float32(f32 x) {{ return __builtin_bit_cast(u16, (_Float16)x); }}
 static inline u16v float16_of_float32(f32v x) {{
-  u16v r; asm("{instruction_to}" : "={c}"(r) : "{c}"(x)); return r; }}"""
+  u16v r; asm("{narrow}" : "={c}"(r) : "{c}"(x)); return r; }}"""
     back = f"""static inline f32 float32_of_float16(u16 x) {{ return (f32)__builtin_bit_cast(_Float16, x); }}
 static inline f32v float32_of_float16(u16v x) {{
-  f32v r; asm("{instruction_from}" : "={c}"(r) : "{c}"(x)); return r; }}"""
+  f32v r; asm("{widen}" : "={c}"(r) : "{c}"(x)); return r; }}"""
     return Record("float16_of_float32", to, needs, lanes), Record("float32_of_float16", back, needs, lanes)
 
 

@@ -175,8 +175,7 @@ class View:
 
     def most(self, axis: int) -> int | None:
         """The most elements that an axis can have, where that is known."""
-        size = self.type.sizes[axis]
-        return size.value if isinstance(size, ir.Most) else size
+        return self.type.most(axis)
 
     def __getitem__(self, index: Any) -> Place:
         return Place(self, index if isinstance(index, tuple) else (index,))

@@ -140,9 +140,8 @@ class Recorder:
             if node not in needed:
                 needed.add(node)
                 waiting += [*node.args, *node.limits, *(around[r] for r in (node.region,) if r in around)]
-                waiting += [
-                    e for e in effects if node.op == "get" and e.op == "set" and e.attrs["var"] == node.attrs["var"]
-                ]
-                waiting += [self.nodes[node.attrs["var"]]] if node.op in ("get", "set") else []
+                if node.op == "get":
+                    cell = self.nodes[node.attrs["var"]]
+                    waiting += [cell, *(e for e in effects if e.op == "set" and e.attrs["var"] == cell.id)]
         for region in (self.body, *around):
             region.effects = [e for e in region.effects if e in needed]

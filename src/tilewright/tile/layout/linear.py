@@ -15,9 +15,6 @@ from pathlib import Path
 
 from tilewright.tile.errors import TileError
 
-Coordinate = tuple[int, ...]
-Axes = tuple[tuple[str, int], ...]
-
 
 class Span:
     """The vectors that a set of columns reaches, by a basis: one vector of each length."""
@@ -53,7 +50,7 @@ class Layout:
     reg: tuple[int, ...]
     lane: tuple[int, ...]
     warp: tuple[int, ...]
-    axes: Axes
+    axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
         for name, extent in self.axes:
@@ -76,7 +73,7 @@ class Layout:
         """The flat element of a place."""
         return combined(self.reg, reg) ^ combined(self.lane, lane) ^ combined(self.warp, warp)
 
-    def coordinate(self, flat: int) -> Coordinate:
+    def coordinate(self, flat: int) -> tuple[int, ...]:
         found = []
         for extent in reversed(self.extents):
             flat, value = divmod(flat, extent)

@@ -269,6 +269,7 @@ class ThreadBuilder:
     def __init__(self, emitter: Emitter, depth: int, lanes: int, line: Line) -> None:
         self.emitter, self.depth, self.line = emitter, depth, line
         self.f, self.i, self.m = Type(float32, lanes), Type(int32, lanes), Type(boolean, lanes)
+        self._integers: set[str] = emitter.blocks[depth].known.setdefault("integers", set())
 
     add, sub, mul, div = _floats("add"), _floats("sub"), _floats("mul"), _floats("div")
     fma, sqrt, ldexp = _floats("fma"), _floats("sqrt"), _floats("ldexp")
@@ -284,11 +285,6 @@ class ThreadBuilder:
         made = self.let(self.i, op, *args, operands=operands)
         self._integers.add(str(made))
         return made
-
-    @property
-    def _integers(self) -> set[str]:
-        found: set[str] = self.emitter.blocks[self.depth].known.setdefault("integers", set())
-        return found
 
     def real(self, value: float) -> Operand:
         return float(dtypes.float32.rounded(np.asarray(value, np.float32)))

@@ -44,8 +44,10 @@ def run(
         RaceError: accesses that no barrier orders, a barrier or a shuffle that some threads do not reach.
     """
     machine = Machine(function, grid)
-    machine.given(arguments, outputs, levels or {})
-    machine.arena = arena
+    machine.arguments, machine.levels, machine.arena = arguments, levels or {}, arena
+    pointers = [p for p in function.parameters if p.kind == "pointer"]
+    found = tensors({p.of: (arguments[p.of], p.dtype) for p in pointers}, outputs, machine.clock)
+    machine.views = {p.name: found[p.of] for p in pointers}
     with np.errstate(all="ignore"):
         for place in itertools.product(*(range(n) for n in machine.grid)):
             machine.instance(place)
@@ -86,12 +88,6 @@ class Machine:
         self.values: dict[str, Any] = {}
         self.undefined: dict[str, Array] = {}
         """Of a value with lanes that come from memory that nobody wrote: which. A register is `name[number]`."""
-
-    def given(self, arguments: Mapping[str, Any], outputs: tuple[str, ...], levels: Mapping[str, int]) -> None:
-        self.arguments, self.levels = arguments, levels
-        pointers = {p.name: p for p in self.function.parameters if p.kind == "pointer"}
-        found = tensors({p.of: (arguments[p.of], p.dtype) for p in pointers.values()}, outputs, self.clock)
-        self.views = {name: found[p.of] for name, p in pointers.items()}
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.clock.block += 1
