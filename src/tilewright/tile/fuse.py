@@ -38,7 +38,7 @@ class Decision:
     between: DType
     forms: tuple[tuple[str, Grid], ...]
 
-    def launches(self, between: Any = None) -> list[tuple[Kernel, Grid]]:
+    def launches(self, between: Any = ...) -> list[tuple[Kernel, Grid]]:
         """What to run, in turn: kernels on their grids, each with the kernel's own arguments.
 
         Args:

@@ -59,7 +59,7 @@ def _narrowest(node: Node) -> DType:
     return source if source.itemsize < node.dtype.itemsize and source.floating else node.dtype
 
 
-def apart(kernel: Kernel, place: str, form: str, between: Any = None) -> Kernel:
+def apart(kernel: Kernel, place: str, form: str, between: Any = ...) -> Kernel:
     """One of the two ("own" or "rest"), which takes what the kernel takes; or the kernel as it is ("fused")."""
     piece = kernel.pieces()[place]
     return kernel if form == "fused" or piece is None else kernel.bind(**{place: StandIn(piece, form, between)})
