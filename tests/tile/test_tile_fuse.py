@@ -320,6 +320,25 @@ def test_what_cannot_be_decided_is_refused() -> None:
                {"y": ViewType(tile.float32, (None,)), "prologue_by": ROW}, 8)  # fmt: skip
 
 
+def test_what_does_not_fit_fused_is_materialised() -> None:
+    """Two tiles of a row of 200 KB would wait in shared memory together."""
+
+    @tile.kernel(static={"x": (1,)})
+    def one(t: Any, x: Any, prologue: Any, y: Any) -> None:
+        at = t.program_id(0), t.arange(x.shape[1])
+        v = prologue(t, t.load(x[at]).f32(), at)
+        t.store(y[at], v - t.max(v))
+
+    @tile.fragment
+    def centred(t: Any, v: Any, at: Any) -> Any:
+        e = t.exp(v)
+        return e / t.sum(e)
+
+    row = ViewType(tile.float32, (None, 50000), align=16)
+    found = decide(one.bind(prologue=centred), "prologue", {"x": row, "y": row}, 1024)
+    assert found.fused_us == float("inf") and found.choice == "materialise" and len(found.launches(object())) == 2
+
+
 # Counting -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Program
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle.emulator import Machine
+from tilewright.tile.runtime.cuda import check
 from tilewright.tile.schedule import Schedule
 
 LINE, SECTOR = 128, 32
@@ -146,6 +147,7 @@ def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu = H200) 
     Raises:
         LowerError: a loop whose length is only known at run time; a schedule that cannot express the program.
     """
+    check(program, schedule, "")
     function = lower(program, schedule.vector, schedule)
     axes = [axis for axis in range(3) if grid[axis] > 1]
     places = [(0, 0, 0), *((int(a == 0), int(a == 1), int(a == 2)) for a in axes)]

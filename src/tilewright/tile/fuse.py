@@ -7,13 +7,15 @@ use (`async_copy`): a load is a value of the thread that asks for it, and what w
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.tile.cost import H200, Gpu, Grid, estimate
 from tilewright.tile.dtypes import DType
-from tilewright.tile.errors import TileError
+from tilewright.tile.errors import LowerError, TileError
 from tilewright.tile.ir.tile_ir import ViewType
 from tilewright.tile.ir.tile_verify import reachable
 from tilewright.tile.lang.apart import StandIn, apart
@@ -28,7 +30,8 @@ WIDE = 8  # bytes that an access of vectors moves at least
 class Decision:
     """`choice` for the fragment in a `place` of a kernel: "fuse_vector"; "fuse_scalar", which is fused though accesses
     to rows move less than 8 bytes at once for it; or "materialise". Both times in microseconds, of launches with the
-    usual schedules. `between`: the element type of the tensor in between; `forms`: what to run, in turn, and where."""
+    usual schedules; infinity where the fused kernel does not fit a block. `between`: the element type of the tensor in
+    between; `forms`: what to run, in turn, and where."""
 
     kernel: Kernel
     place: str
@@ -61,7 +64,7 @@ def decide(
 
     Raises:
         TileError: no fragment is bound there, or the kernel does not call it.
-        LowerError: a form cannot be expressed, or a loop's length is only known at run time.
+        LowerError: the two kernels cannot be expressed, or a loop's length is only known at run time.
     """
     piece, whole = kernel.pieces().get(place), grid_of(kernel.name, grid)
     if piece is None:
@@ -76,9 +79,11 @@ def decide(
     asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op == "program_id"}
     own = grid_of(kernel.name, tuple(n if axis in asked else 1 for axis, n in enumerate(whole)))
     grids = {"fused": whole, "own": own, "rest": whole}
-    costs = {form: estimate(p, default(p), grids[form], gpu) for form, p in programs.items()}
-    fused, many = costs["fused"].us, costs["own"].us + costs["rest"].us
-    narrowed = costs["fused"].narrowest < WIDE <= costs["rest"].narrowest
+    one, other = (estimate(programs[f], default(programs[f]), grids[f], gpu) for f in ("own", "rest"))
+    fused, many, narrowed = math.inf, one.us + other.us, False
+    with contextlib.suppress(LowerError):  # what the two can express, the one need not
+        both = estimate(programs["fused"], default(programs["fused"]), whole, gpu)
+        fused, narrowed = both.us, both.narrowest < WIDE <= other.narrowest
     choice = "materialise" if many < fused else "fuse_scalar" if narrowed else "fuse_vector"
     forms = (["own", "rest"] if known.prologue else ["rest", "own"]) if many < fused else ["fused"]
     return Decision(kernel, place, choice, fused, many, dtype, tuple((f, grids[f]) for f in forms))

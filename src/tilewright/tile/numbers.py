@@ -67,15 +67,12 @@ def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> 
         return x.astype(target.storage)
 
 
-def _mulhi(a: Array, b: Array) -> Array:
-    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
-
-
 BINARY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
     "max": maximum, "min": minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "shl": np.left_shift, "shr": np.right_shift, "mulhi": _mulhi, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "shl": np.left_shift, "shr": np.right_shift,
+    "mulhi": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32),
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
 COMBINE: dict[str, Callable[..., Any]] = {
     "sum": np.add, "prod": np.multiply, "max": maximum, "min": minimum, "and": np.logical_and, "or": np.logical_or,

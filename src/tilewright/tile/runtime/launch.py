@@ -50,7 +50,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -
     types: dict[str, Argument] = {}
     for name, value in values.items():
         try:
-            if _is_tensor(value):
+            if isinstance(value, Memory) or (hasattr(value, "dtype") and not isinstance(value, np.generic)):
                 memories[name] = memory_of(value)
                 types[name] = type_of(memories[name])
             else:
@@ -117,10 +117,6 @@ def _check(program: Program, memories: Mapping[str, Memory], scalars: Mapping[st
         check_overlap(memories, written, program.inplace)
     except TileError as error:
         raise TileError(f"{program.name}: {error}") from None
-
-
-def _is_tensor(value: Any) -> bool:
-    return not isinstance(value, np.generic) and (isinstance(value, Memory) or hasattr(value, "dtype"))
 
 
 def _scalar(value: Any) -> Argument:
