@@ -315,7 +315,7 @@ def test_what_cannot_be_decided_is_refused() -> None:
     def deaf(t: Any, y: Any, prologue: Any) -> None:
         t.store(y[0], 0.0)
 
-    with pytest.raises(TileError, match="what is bound to 'prologue' is not called"):
+    with pytest.raises(TileError, match="what is bound to 'prologue' is not called with a tile and its place"):
         decide(deaf.bind(prologue=scaled_up(object())), "prologue",
                {"y": ViewType(tile.float32, (None,)), "prologue_by": ROW}, 8)  # fmt: skip
 
@@ -337,6 +337,22 @@ def test_what_does_not_fit_fused_is_materialised() -> None:
     row = ViewType(tile.float32, (None, 50000), align=16)
     found = decide(one.bind(prologue=centred), "prologue", {"x": row, "y": row}, 1024)
     assert found.fused_us == float("inf") and found.choice == "materialise" and len(found.launches(object())) == 2
+
+
+def test_a_fragment_that_takes_no_place_has_no_decision() -> None:
+    @tile.fragment
+    def width(t: Any, x: Any) -> Any:
+        return x.shape[1]
+
+    @tile.kernel(static={"x": (1,)})
+    def wide(t: Any, x: Any, y: Any, size: Any) -> None:
+        at = t.program_id(0), t.arange(size(t, x))
+        t.store(y[at], t.load(x[at]))
+
+    said = tile.explain(wide.bind(size=width), {"x": ROW, "y": ROW}, gpu="sm_90", instances=64)
+    assert said.splitlines()[-1].startswith(
+        "fusion        width: no decision: wide: what is bound to 'size' is not called"
+    )
 
 
 # Counting -----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def decide(
     known = StandIn(piece, "fused")
     programs = {"fused": kernel.bind(**{place: known}).trace(arguments)}
     if known.dtype is None:
-        raise TileError(f"{kernel.name}: what is bound to {place!r} is not called")
+        raise TileError(f"{kernel.name}: what is bound to {place!r} is not called with a tile and its place")
     dtype = between or known.dtype
     types = {**arguments, f"{place}_between": ViewType(dtype, (None,) * known.rank, align=16)}
     programs |= {form: apart(kernel, place, form).trace(types) for form in ("own", "rest")}

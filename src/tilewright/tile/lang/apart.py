@@ -17,8 +17,8 @@ from tilewright.tile.lang.tiles import Tile
 
 class StandIn(Fragment):
     """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment. These
-    two have the fragment's arguments and the view `between`. After a trace it knows the axes of that (0: the fragment
-    was not called), the narrowest type that loses nothing of what goes through it, and whether this is a prologue."""
+    two have the fragment's arguments and the view `between`. Once "fused" was traced it knows the rank of that, the
+    narrowest type that loses nothing (None: no call had a tile and its place), and whether it is a prologue."""
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
         super().__init__(piece.function, piece.bound if form == "fused" else {**piece.bound, "between": between})
@@ -30,23 +30,24 @@ class StandIn(Fragment):
         inner, own = super().inlined(handles), self.form == "own"
         between: Any = handles.get("between")
 
-        def call(t: Any, v: Tile, at: Any, *rest: Any) -> Tile | None:
+        def call(t: Any, *given: Any) -> Any:
             first, effects = len(t._t.nodes), t._t.region.effects
             before = len(effects)
-            result: Tile | None = inner(t, v, at, *rest)
-            passed: Tile = v if result is None else result
+            result = inner(t, *given)
+            passed: Any = given[0] if given and result is None else result
             self.prologue = result is not None
             if self.form == "fused":
-                self.rank, self.dtype = len(at) if isinstance(at, tuple) else 1, _narrowest(passed.node)
+                if len(given) > 1 and isinstance(passed, Tile):
+                    self.rank, self.dtype = len(given[1]) if isinstance(given[1], tuple) else 1, _narrowest(passed.node)
                 return result
             if not (own and self.prologue):
                 del effects[before:]
             if own == self.prologue:
-                t.store(between[at], passed.to(between.dtype))
+                t.store(between[given[1]], passed.to(between.dtype))
             else:
-                passed = t.load(between[at]).to(passed.dtype)
+                passed = t.load(between[given[1]]).to(passed.dtype)
             if own and not self.prologue:
-                inner(t, passed, at, *rest)
+                inner(t, passed, *given[1:])
             if own:
                 t._t.only.append(range(first, len(t._t.nodes)))
             return passed if self.prologue else None
