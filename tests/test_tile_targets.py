@@ -166,3 +166,16 @@ def test_what_is_not_measured_is_ranked_below_triton(name: str) -> None:
     order = [c.backend for c in found.candidates]
     assert order.index("triton") < order.index("tile") and "tile" in [c.backend for c in found.candidates if c.fits]
     assert found.chosen is not None and found.chosen.backend != "tile"
+
+
+def test_an_explanation_says_whether_what_is_bound_is_worth_fusing() -> None:
+    """For every op whose kernel has a fragment in it; where it is the family's only form, the model agrees with it."""
+    said = {}
+    for name in OPS:
+        call = calls_of(name, (8192, 4096))[0]
+        if any(piece for launch in launches(call) for piece in launch.function.pieces().values()):
+            kernel = kernel_of(name)
+            text = registry.backend("tile").explain(kernel, kernel.configs_for(call)[0], call)
+            said[name] = [line for line in text.splitlines() if line.startswith("fusion")]
+    assert {"add_rms_norm", "add_layer_norm"} <= said.keys()
+    assert all(len(lines) == 1 and "add_residual: fuse_vector" in lines[0] for lines in said.values()), said

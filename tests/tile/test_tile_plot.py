@@ -32,7 +32,7 @@ def test_each_element_is_drawn_where_its_owner_is(seed: int) -> None:
     assert [tuple(map(int, c[1].split(", "))) for c in drawn] == [(i, j) for i in range(4) for j in range(4)]
     for flat, cell in enumerate(drawn):
         warp, lane, reg = map(int, cell.group(2, 3, 4))
-        assert layout.at(reg, lane, warp) == flat and layout.owns(reg, lane, warp)
+        assert layout.owners()[flat] == (reg, lane, warp)
         assert int(cell[5] or 0) == (1 << len(layout.columns)) // 16 - 1
 
 

@@ -30,10 +30,11 @@ from tilewright.core.launch import Config, Launch, Scratch, launches_of, scratch
 from tilewright.core.reason import Reason
 from tilewright.tile import dtypes
 from tilewright.tile.errors import LowerError
-from tilewright.tile.explain import explained
+from tilewright.tile.explain import explained, fusions
 from tilewright.tile.ir.text import program_text
 from tilewright.tile.ir.tile_ir import Program, ViewType
 from tilewright.tile.lang.kernel import Argument
+from tilewright.tile.lang.kernel import Kernel as TileKernel
 from tilewright.tile.render.cuda import GRID, arguments
 from tilewright.tile.runtime import cpu, nvrtc, target
 from tilewright.tile.runtime.arguments import Memory, alignment, all_values, is_real, pack, type_of
@@ -95,7 +96,8 @@ class TileBackend(Backend):
         said = []
         for launch in launches:
             program, schedule, arch = _planned(launch, call.device, call.aliased)
-            said.append(explained(program, gpu=arch, schedule=schedule, instances=math.prod(launch.grid)))
+            more = fusions(*_given(launch, call.aliased, exact=True)[:2], launch.grid)
+            said.append(explained(program, gpu=arch, schedule=schedule, instances=launch.grid, more=more))
         return "\n\n".join(said)
 
     def prepare(self, launches: Sequence[Launch], call: Call) -> Runner:
@@ -159,6 +161,14 @@ def _in_order(runs: Sequence[Callable[[Buffers], None]]) -> Callable[[Buffers], 
 
 def _traced(launch: Launch, aliased: Mapping[str, str], exact: bool) -> tuple[Program, dict[str, TensorFacts]]:
     """The program of a launch, and the facts of its tensors by their names in the kernel."""
+    kernel, arguments, facts = _given(launch, aliased, exact)
+    return kernel.trace(arguments), facts
+
+
+def _given(
+    launch: Launch, aliased: Mapping[str, str], exact: bool
+) -> tuple[TileKernel, dict[str, Any], dict[str, TensorFacts]]:
+    """The kernel of a launch, the types of its arguments, and the facts of its tensors by their names in the kernel."""
     kernel, flat = launch.function, launch.options.get("flat", ())
     facts = {n: v.facts if isinstance(v, Scratch) else v for n, v in launch.args.items()
              if isinstance(v, (TensorFacts, Scratch))}  # fmt: skip
@@ -166,7 +176,7 @@ def _traced(launch: Launch, aliased: Mapping[str, str], exact: bool) -> tuple[Pr
     pairs = [(named[out], named[into]) for out, into in aliased.items() if out in named and into in named]
     kernel = kernel.aliased(*pairs) if pairs else kernel
     arguments = {n: _argument(n, v, kernel.static.get(n, ()), n in flat, exact) for n, v in launch.args.items()}
-    return kernel.trace({**arguments, **launch.constants}), facts
+    return kernel, {**arguments, **launch.constants}, facts
 
 
 def _planned(launch: Launch, device: Device, aliased: Mapping[str, str]) -> tuple[Program, Schedule, str]:

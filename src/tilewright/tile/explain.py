@@ -5,12 +5,14 @@ Each fact is read from the program, its phases and the thread's function; a GPU'
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tilewright.tile.cost import H200, estimate
 from tilewright.tile.errors import LowerError, TileError
-from tilewright.tile.fuse import H200, work
+from tilewright.tile.fuse import decide
 from tilewright.tile.instr.record import needed
 from tilewright.tile.ir.thread_ir import Barrier, Declare, Function, Load, Store
 from tilewright.tile.ir.tile_ir import Most, Node, Program, Region, shape_text
@@ -22,6 +24,7 @@ from tilewright.tile.lower.threads import dealt
 from tilewright.tile.render.c import statements
 from tilewright.tile.render.cpu import RECORDS, lanes_of
 from tilewright.tile.runtime import cuda, nvrtc
+from tilewright.tile.runtime.launch import grid_of
 from tilewright.tile.runtime.target import Cpu, this_cpu
 from tilewright.tile.schedule import Schedule, default
 
@@ -44,27 +47,30 @@ class Explanation(str):
 
 def explain(
     kernel: Kernel, arguments: Mapping[str, Argument], cpu: Cpu | None = None, *, gpu: str = "",
-    schedule: Schedule | None = None, instances: int = 0,
+    schedule: Schedule | None = None, instances: int | tuple[int, ...] = (),
 ) -> Explanation:  # fmt: skip
     """The decisions for arguments of these types, a line each; see `Kernel.trace` for `arguments`.
 
     Args:
         gpu: an architecture ("sm_90") to explain the code for, instead of a CPU's; it is compiled where a compiler is.
         schedule: of its threads; the usual one where it is not given.
-        instances: with a GPU, estimate the time of a launch of so many.
+        instances: with a GPU, estimate a launch of so many, or of a grid, and whether to fuse what is bound.
     """
-    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule, instances=instances)
+    more = fusions(kernel, arguments, instances) if gpu and instances else []
+    return explained(kernel.trace(arguments), cpu, gpu=gpu, schedule=schedule, instances=instances, more=more)
 
 
 def explained(
-    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None, instances: int = 0
-) -> Explanation:
-    """The decisions for a program that is traced; see `explain`."""
+    program: Program, cpu: Cpu | None = None, *, gpu: str = "", schedule: Schedule | None = None,
+    instances: int | tuple[int, ...] = (), more: Sequence[str] = (),
+) -> Explanation:  # fmt: skip
+    """The decisions for a program that is traced, and `more` lines of a GPU's; see `explain`."""
     plan = Plan(program)
     if gpu:
         chosen = schedule or default(program)
         lines = [*_about(program, gpu), *_on_gpu(program, plan, gpu, chosen)]
-        said = Explanation("\n".join(lines + ([_estimate(program, instances)] if instances else [])))
+        lines += [_estimate(program, chosen, instances)] if instances else []
+        said = Explanation("\n".join([*lines, *more]))
         said.layout = dealt(chosen)
         return said
     target = cpu or this_cpu()
@@ -132,13 +138,27 @@ def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list
     return [*out, f"registers     {cubin.registers} a thread, {cubin.spills} bytes spilled, {cubin.stack} of stack"]
 
 
-def _estimate(program: Program, instances: int) -> str:
+def _estimate(program: Program, schedule: Schedule, grid: int | tuple[int, ...]) -> str:
     try:
-        cost = work(program)
+        cost = estimate(program, schedule, whole := grid_of(program.name, grid))
     except LowerError as error:
         return f"estimate      none: {error}"
-    time, limit = cost.us(instances, H200), cost.limit(instances, H200)
-    return f"estimate      {time:.0f} us for {instances} instances on an {H200.name}, limited by {limit}"
+    return (f"estimate      {cost.us:.0f} us for {math.prod(whole)} instances on an {H200.name}, limited by "
+            f"{cost.limit}")  # fmt: skip
+
+
+def fusions(kernel: Kernel, arguments: Mapping[str, Argument], grid: int | tuple[int, ...]) -> list[str]:
+    """Whether to fuse what is bound to a kernel: a line each."""
+    out = []
+    for place, piece in kernel.pieces().items():
+        if piece is not None:
+            try:
+                found = decide(kernel, place, arguments, grid)
+                said = f"{found.choice} {found.fused_us:.0f} us (materialise {found.apart_us:.0f})"
+            except TileError as error:
+                said = f"no decision: {error}"
+            out.append(f"fusion        {piece.function.__name__}: {said}")
+    return out
 
 
 def _parted(why: str) -> str:

@@ -1,110 +1,89 @@
-"""What a kernel costs on a GPU, by estimate, and so whether to fuse: bytes over bandwidth or operations over their
-rate, whichever takes longer, and a launch. Both are counted in the program; a machine's numbers are measured.
+"""Whether what is bound to a kernel is computed in it, or by a kernel of its own with a tensor in between: by estimate.
 
-Accesses are taken to be wide ones. What narrow accesses cost was not measured, and the estimate knows nothing of it,
-nor of registers that spill.
+Fusing saves a launch and the tensor's way through memory. It loses where many instances would compute the same again,
+or read it by narrow accesses. No schedule of this compiler copies a fragment's raw input to shared memory ahead of its
+use (`async_copy`): a load is a value of the thread that asks for it, and what waits in shared memory went through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.tile_ir import Node, Program, Region, static_size
+from tilewright.tile.cost import H200, Gpu, Grid, estimate
+from tilewright.tile.dtypes import DType
+from tilewright.tile.errors import LowerError, TileError
+from tilewright.tile.ir.tile_ir import ViewType
 from tilewright.tile.ir.tile_verify import reachable
-from tilewright.tile.lower.phases import cost_of
+from tilewright.tile.lang.apart import StandIn, apart
+from tilewright.tile.lang.kernel import Argument, Kernel
+from tilewright.tile.runtime.launch import grid_of
+from tilewright.tile.schedule import default
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What it does in a microsecond, and what a launch costs."""
-
-    name: str
-    bytes: float
-    operations: float
-    launch_us: float
-
-
-H200 = Machine("NVIDIA H200", 4.0e6, 21e6, 1.4)
-"""From benchmarks/results/nvidia-h200/tile.jsonl: copies of 134 MB and of little, and what arithmetic limits."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Of one instance: `bytes` that are its own and simple `operations`; and bytes that all instances `share`."""
-
-    bytes: int
-    share: int
-    operations: int
-
-    def us(self, instances: int, machine: Machine) -> float:
-        """The time of a launch of so many instances."""
-        moved = (self.bytes * instances + self.share) / machine.bytes
-        return machine.launch_us + max(moved, self.operations * instances / machine.operations)
-
-    def limit(self, instances: int, machine: Machine) -> str:
-        """What it waits for: "bytes" or "operations"."""
-        moved = (self.bytes * instances + self.share) / machine.bytes
-        return "operations" if self.operations * instances / machine.operations > moved else "bytes"
-
-
-def work(program: Program) -> Work:
-    """Each distinct element once: what is read again is in a cache. An axis with a limit counts as its most.
-
-    Raises:
-        LowerError: a loop whose length is only known at run time.
-    """
-    times, mine = _times(program), _of_instance(program)
-    moved: dict[tuple[str, tuple[Node, ...]], int] = {}
-    operations = shared = 0
-    for node in reachable(program):
-        size = math.prod(map(static_size, node.shape)) * times[node.region]
-        if node.op in ("load", "store"):
-            index = node.args[: program.views[node.attrs["view"]].rank]
-            moved[node.attrs["view"], index] = size * node.dtype.itemsize
-        if node.shape:
-            operations += cost_of(node) * size
-    for (_, index), size in moved.items():
-        shared += 0 if any(a in mine for a in index) else size
-    return Work(sum(moved.values()) - shared, shared, operations)
-
-
-def _times(program: Program) -> dict[Region, int]:
-    """How often a region runs in an instance; under a condition, as if it held."""
-    found = {program.body: 1}
-    for effect in program.effects():
-        if effect.op in ("loop", "when"):
-            trips = 1
-            if effect.op == "loop":
-                if any(a.op != "const" for a in effect.args):
-                    raise LowerError("an estimate needs loops of a known length", effect.line)
-                lo, hi, step = (int(a.attrs["value"]) for a in effect.args)
-                trips = len(range(lo, hi, step))
-            found[effect.attrs["body"]] = found[effect.region] * trips
-    return found
-
-
-def _of_instance(program: Program) -> set[Node]:
-    """What differs from instance to instance."""
-    found: set[Node] = set()
-    for node in reachable(program):
-        if node.op == "program_id" or any(a in found for a in node.args):
-            found.add(node)
-    return found
+WIDE = 8  # bytes that an access of vectors moves at least
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`fuse`, or not; and both times."""
+    """`choice` for the fragment in a `place` of a kernel: "fuse_vector"; "fuse_scalar", which is fused though accesses
+    to rows move less than 8 bytes at once for it; or "materialise". Both times in microseconds, of launches with the
+    usual schedules; infinity where the fused kernel does not fit a block. `between`: the element type of the tensor in
+    between; `forms`: what to run, in turn, and where."""
 
-    fuse: bool
+    kernel: Kernel
+    place: str
+    choice: str
     fused_us: float
     apart_us: float
+    between: DType
+    forms: tuple[tuple[str, Grid], ...]
+
+    def launches(self, between: Any = ...) -> list[tuple[Kernel, Grid]]:
+        """What to run, in turn: kernels on their grids, each with the kernel's own arguments.
+
+        Args:
+            between: where the choice is to materialise, a tensor that the fragment's place indexes.
+        """
+        return [(apart(self.kernel, self.place, form, between), grid) for form, grid in self.forms]
 
 
-def decide(fused: tuple[Program, int], apart: Sequence[tuple[Program, int]], machine: Machine = H200) -> Decision:
-    """One kernel, or several with memory in between. Each program comes with its count of instances."""
-    one, many = (sum(work(p).us(n, machine) for p, n in some) for some in ([fused], apart))
-    return Decision(one <= many, one, many)
+def decide(
+    kernel: Kernel, place: str, arguments: Mapping[str, Argument], grid: int | tuple[int, ...], *,
+    between: DType | None = None, gpu: Gpu = H200,
+) -> Decision:  # fmt: skip
+    """Whether to fuse the fragment that is bound in a place of a kernel.
+
+    Args:
+        place: the parameter of the kernel that the fragment is bound to.
+        arguments: types by name, as `Kernel.trace` takes them.
+        grid: the kernel's instances, along up to three axes.
+        between: what the tensor in between would be rounded to; without it, the narrowest type that loses nothing.
+
+    Raises:
+        TileError: no fragment is bound there, or the kernel does not call it.
+        LowerError: the two kernels cannot be expressed, or a loop's length is only known at run time.
+    """
+    piece, whole = kernel.pieces().get(place), grid_of(kernel.name, grid)
+    if piece is None:
+        raise TileError(f"{kernel.name}: no fragment is bound to {place!r}")
+    known = StandIn(piece, "fused")
+    programs = {"fused": kernel.bind(**{place: known}).trace(arguments)}
+    if known.dtype is None:
+        raise TileError(f"{kernel.name}: what is bound to {place!r} is not called with a tile and its place")
+    dtype = between or known.dtype
+    types = {**arguments, f"{place}_between": ViewType(dtype, (None,) * known.rank, align=16)}
+    programs |= {form: apart(kernel, place, form).trace(types) for form in ("own", "rest")}
+    asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op == "program_id"}
+    own = grid_of(kernel.name, tuple(n if axis in asked else 1 for axis, n in enumerate(whole)))
+    grids = {"fused": whole, "own": own, "rest": whole}
+    one, other = (estimate(programs[f], default(programs[f]), grids[f], gpu) for f in ("own", "rest"))
+    fused, many, narrowed = math.inf, one.us + other.us, False
+    with contextlib.suppress(LowerError):  # what the two can express, the one need not
+        both = estimate(programs["fused"], default(programs["fused"]), whole, gpu)
+        fused, narrowed = both.us, both.narrowest < WIDE <= other.narrowest
+    choice = "materialise" if many < fused else "fuse_scalar" if narrowed else "fuse_vector"
+    forms = (["own", "rest"] if known.prologue else ["rest", "own"]) if many < fused else ["fused"]
+    return Decision(kernel, place, choice, fused, many, dtype, tuple((f, grids[f]) for f in forms))

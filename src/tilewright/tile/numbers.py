@@ -67,15 +67,12 @@ def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> 
         return x.astype(target.storage)
 
 
-def _mulhi(a: Array, b: Array) -> Array:
-    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
-
-
 BINARY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
     "max": maximum, "min": minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "shl": np.left_shift, "shr": np.right_shift, "mulhi": _mulhi, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "shl": np.left_shift, "shr": np.right_shift,
+    "mulhi": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32),
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
 COMBINE: dict[str, Callable[..., Any]] = {
     "sum": np.add, "prod": np.multiply, "max": maximum, "min": minimum, "and": np.logical_and, "or": np.logical_or,
@@ -137,18 +134,13 @@ UNARY: dict[str, Callable[..., Any]] = {
 def philox(seed: Array, counter: Array, row: Array, word: Array) -> Array:
     """Philox4x32-10 (Salmon et al., 2011): word `word` of the block with key `seed`, counter (counter, row)."""
     shape = np.broadcast_shapes(seed.shape, counter.shape, row.shape, word.shape)
-    low = np.uint64(0xFFFFFFFF)
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     c, r, k = (np.broadcast_to(v, shape).astype(np.uint64) for v in (counter, row, seed))
-    x = [c & low, c >> np.uint64(32), r & low, r >> np.uint64(32)]
-    key = [k & low, k >> np.uint64(32)]
+    x = [c & low, c >> half, r & low, r >> half]
+    key = [k & low, k >> half]
     for _ in range(10):
         first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
-        x = [
-            (second >> np.uint64(32)) ^ x[1] ^ key[0],
-            second & low,
-            (first >> np.uint64(32)) ^ x[3] ^ key[1],
-            first & low,
-        ]
+        x = [(second >> half) ^ x[1] ^ key[0], second & low, (first >> half) ^ x[3] ^ key[1], first & low]
         key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
     chosen = np.choose(np.broadcast_to(word, shape), x)
     return np.asarray(chosen).astype(np.uint32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.tile_ir import Most, Program, static_size
+from tilewright.tile.ir.tile_ir import Program, static_size
 
 WIDEST = 16
 """Bytes that one access of a thread moves at most."""
@@ -67,14 +67,9 @@ def longest_row(program: Program) -> int:
 def _spread(program: Program, row: int, vectors: int) -> Schedule:
     """The narrowest view with long rows moves 16 bytes an access, or 8 if it has bytes and another has not: a vector
     twice as long costs the others more registers than it saves accesses."""
-    items = [v.dtype.itemsize for v in program.views.values() if v.rank and _long(v.sizes[-1])]
+    items = [v.dtype.itemsize for v in program.views.values() if v.rank and (v.most(-1) or MANY) >= MANY]
     vector = WIDEST // min([i for i in items if i > 1] or items, default=4)
     threads = 32
     while threads < 1024 and threads * vector * vectors < row:
         threads *= 2
     return Schedule(threads, 4 if threads == 32 else 1, vector)
-
-
-def _long(size: int | Most | None) -> bool:
-    most = size.value if isinstance(size, Most) else size
-    return most is None or most >= MANY

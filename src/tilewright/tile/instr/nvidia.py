@@ -159,13 +159,9 @@ def _fold(name: str, step: str) -> Record:
     return fold_{name}<N / 2>(a); }} }}""")  # fmt: skip
 
 
-FOLDS = tuple(
-    _fold(name, step)
-    for name, step in {
-        "sum": "(E)(wraps(x) + wraps(y))", "prod": "(E)(wraps(x) * wraps(y))", "max": "max_nan(x, y)",
-        "min": "min_nan(x, y)", "and": "x & y", "or": "x | y",
-    }.items()
-)  # fmt: skip
+_STEPS = {"sum": "(E)(wraps(x) + wraps(y))", "prod": "(E)(wraps(x) * wraps(y))", "max": "max_nan(x, y)",
+          "min": "min_nan(x, y)", "and": "x & y", "or": "x | y"}  # fmt: skip
+FOLDS = tuple(map(_fold, _STEPS, _STEPS.values()))
 
 _PAIRS = """u16v r;  // two in one register, as memory has them
   UNROLL(W) for (int l = 0; l < W; l += 2) {{ constexpr int n = W > 1;

@@ -115,12 +115,9 @@ def _fold(name: str, step: str) -> Record:
   return a[0]; }}""")  # fmt: skip
 
 
-FOLDS = tuple(
-    _fold(name, step)
-    for name, step in {
-        "sum": "a + b", "prod": "a * b", "max": "max_nan(a, b)", "min": "min_nan(a, b)", "and": "a & b", "or": "a | b",
-    }.items()
-)  # fmt: skip
+_STEPS = {"sum": "a + b", "prod": "a * b", "max": "max_nan(a, b)", "min": "min_nan(a, b)", "and": "a & b",
+          "or": "a | b"}  # fmt: skip
+FOLDS = tuple(map(_fold, _STEPS, _STEPS.values()))
 
 _MOVES = {"f32v": "vmovdqu32", "i32v": "vmovdqu32", "u32v": "vmovdqu32", "u16v": "vmovdqu16", "u8v": "vmovdqu8",
           "i8v": "vmovdqu8"}  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.tile.dtypes import DType, boolean, int64
+from tilewright.tile.dtypes import DType, boolean
 from tilewright.tile.errors import Line
 
 
@@ -66,6 +66,11 @@ class ViewType:
     @property
     def rank(self) -> int:
         return len(self.sizes)
+
+    def most(self, axis: int) -> int | None:
+        """The most elements that an axis can have, where that is known."""
+        size = self.sizes[axis]
+        return size.value if isinstance(size, Most) else size
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,3 @@ def result_dtype(kind: str, dtype: DType) -> DType:
 
 def shape_text(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-INDEX = int64

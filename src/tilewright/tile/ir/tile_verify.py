@@ -6,24 +6,10 @@ from collections.abc import Callable, Iterator
 
 from tilewright.tile import dtypes
 from tilewright.tile.errors import VerifyError
-from tilewright.tile.ir.tile_ir import (
-    BINARY,
-    COMBINES,
-    EFFECTS,
-    PURE,
-    ROUNDED,
-    UNARY,
-    Dim,
-    Node,
-    Program,
-    broadcast_shapes,
-    elements,
-    operands_first,
-    result_dtype,
-)
+from tilewright.tile.ir import tile_ir as ir
 
 
-def verify(program: Program) -> None:
+def verify(program: ir.Program) -> None:
     """Raises `VerifyError` at the first rule that is broken."""
     for node in reachable(program):
         for rule in RULES:
@@ -32,36 +18,36 @@ def verify(program: Program) -> None:
                 raise VerifyError(f"{node.op}: {problem}", node.line)
 
 
-def reachable(program: Program) -> Iterator[Node]:
+def reachable(program: ir.Program) -> Iterator[ir.Node]:
     """Every node that an effect needs, operands first."""
-    seen: set[Node] = set()
+    seen: set[ir.Node] = set()
     for effect in program.effects():
-        for node in operands_first(effect, seen.__contains__):
+        for node in ir.operands_first(effect, seen.__contains__):
             seen.add(node)
             yield node
 
 
-def known_op(program: Program, node: Node) -> str:
-    return "" if node.op in PURE or node.op in EFFECTS else "no such op"
+def known_op(program: ir.Program, node: ir.Node) -> str:
+    return "" if node.op in ir.PURE or node.op in ir.EFFECTS else "no such op"
 
 
-def shapes_agree(program: Program, node: Node) -> str:
+def shapes_agree(program: ir.Program, node: ir.Node) -> str:
     if node.op in ("binary", "where", "fma", "unary", "cast", "bitcast", "random"):
-        shape = broadcast_shapes(*(a.shape for a in node.args))
+        shape = ir.broadcast_shapes(*(a.shape for a in node.args))
         if shape != node.shape:
             return f"operands of shapes {[a.shape for a in node.args]} give {shape}, not {node.shape}"
     if node.op == "reshape":
-        if any(isinstance(a, Dim) for a in (*node.shape, *node.args[0].shape)):
+        if any(isinstance(a, ir.Dim) for a in (*node.shape, *node.args[0].shape)):
             return "regroups an axis of run-time size"
-        if elements(node.shape) != elements(node.args[0].shape):
+        if ir.elements(node.shape) != ir.elements(node.args[0].shape):
             return "another number of elements"
     return ""
 
 
-def dtypes_agree(program: Program, node: Node) -> str:
+def dtypes_agree(program: ir.Program, node: ir.Node) -> str:
     if node.op == "binary":
         left, right = node.args
-        if left.dtype != right.dtype or node.dtype != result_dtype(node.attrs["kind"], left.dtype):
+        if left.dtype != right.dtype or node.dtype != ir.result_dtype(node.attrs["kind"], left.dtype):
             return f"{left.dtype} and {right.dtype} give {node.dtype}"
     if node.op == "where" and not (
         node.args[0].dtype == dtypes.boolean and node.args[1].dtype == node.args[2].dtype == node.dtype
@@ -72,21 +58,21 @@ def dtypes_agree(program: Program, node: Node) -> str:
     return ""
 
 
-def kinds_exist(program: Program, node: Node) -> str:
-    table = {"binary": BINARY, "unary": UNARY}.get(node.op)
+def kinds_exist(program: ir.Program, node: ir.Node) -> str:
+    table = {"binary": ir.BINARY, "unary": ir.UNARY}.get(node.op)
     if table is not None and node.attrs["kind"] not in table:
         return f"no kind {node.attrs['kind']}"
-    if "accuracy" in node.attrs and node.attrs["kind"] not in ROUNDED:
+    if "accuracy" in node.attrs and node.attrs["kind"] not in ir.ROUNDED:
         return f"{node.attrs['kind']} has one accuracy"
     if node.op == "reduce":
-        if node.attrs["combine"] not in COMBINES:
+        if node.attrs["combine"] not in ir.COMBINES:
             return f"no combine {node.attrs['combine']}"
         if not 0 <= node.attrs["axis"] < len(node.args[0].shape):
             return f"no axis {node.attrs['axis']}"
     return ""
 
 
-def regions_hold(program: Program, node: Node) -> str:
+def regions_hold(program: ir.Program, node: ir.Node) -> str:
     """No use across a closed region: what a node uses lives where the node lives or further out."""
     for arg in (*node.args, *node.limits):
         if not node.region.within(arg.region):
@@ -94,7 +80,7 @@ def regions_hold(program: Program, node: Node) -> str:
     return ""
 
 
-def bounds_are_scalars(program: Program, node: Node) -> str:
+def bounds_are_scalars(program: ir.Program, node: ir.Node) -> str:
     wanted = node.args if node.op == "loop" else node.limits
     if any(a.shape or a.dtype != dtypes.int64 for a in wanted):
         return "a bound is no int64 scalar"
@@ -103,7 +89,7 @@ def bounds_are_scalars(program: Program, node: Node) -> str:
     return ""
 
 
-def index_has_rank(program: Program, node: Node) -> str:
+def index_has_rank(program: ir.Program, node: ir.Node) -> str:
     if node.op not in ("load", "store"):
         return ""
     view = program.views.get(node.attrs["view"])
@@ -117,7 +103,7 @@ def index_has_rank(program: Program, node: Node) -> str:
     return ""
 
 
-def sets_match(program: Program, node: Node) -> str:
+def sets_match(program: ir.Program, node: ir.Node) -> str:
     """Each get and set names a cell that is declared before it, further out or in the same region."""
     if node.op not in ("get", "set"):
         return ""
@@ -125,11 +111,11 @@ def sets_match(program: Program, node: Node) -> str:
     if cell.op != "var" or cell.id > node.id or not node.region.within(cell.region):
         return "no such cell here"
     value = node.args[0] if node.op == "set" else node
-    if value.dtype != cell.dtype or broadcast_shapes(value.shape, cell.shape) != cell.shape:
+    if value.dtype != cell.dtype or ir.broadcast_shapes(value.shape, cell.shape) != cell.shape:
         return f"a cell of {cell.dtype}{list(cell.shape)} meets {value.dtype}{list(value.shape)}"
     return ""
 
 
-RULES: tuple[Callable[[Program, Node], str], ...] = (
+RULES: tuple[Callable[[ir.Program, ir.Node], str], ...] = (
     known_op, shapes_agree, dtypes_agree, kinds_exist, regions_hold, bounds_are_scalars, index_has_rank, sets_match,
 )  # fmt: skip

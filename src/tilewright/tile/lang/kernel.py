@@ -95,7 +95,7 @@ class Kernel:
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Those that are arguments: neither `t` nor fragments."""
-        return {n: p for n, p in self._after_t().items() if n not in self._pieces()}
+        return {n: p for n, p in self._after_t().items() if n not in self.pieces()}
 
     def bind(self, **fragments: Fragment | None) -> Kernel:
         """The kernel with these fragments in place of its defaults."""
@@ -112,7 +112,7 @@ class Kernel:
         """The arguments that fragments bring, by their name in the kernel."""
         return {
             f"{place}_{name}": value
-            for place, piece in self._pieces().items()
+            for place, piece in self.pieces().items()
             if piece is not None
             for name, value in piece.arguments().items()
         }
@@ -120,7 +120,7 @@ class Kernel:
     def _after_t(self) -> dict[str, inspect.Parameter]:
         return dict(list(inspect.signature(self.function).parameters.items())[1:])
 
-    def _pieces(self) -> dict[str, Fragment | None]:
+    def pieces(self) -> dict[str, Fragment | None]:
         """What each fragment's place holds."""
         return {
             n: self.fragments.get(n, p.default)
@@ -152,7 +152,7 @@ class Kernel:
         missing = [n for n, p in self.parameters.items() if n not in own and p.default is p.empty]
         if missing:
             raise TypeError(f"{self.name} needs {', '.join(missing)}")
-        for place, piece in self._pieces().items():
+        for place, piece in self.pieces().items():
             mine = {} if piece is None else {n: handles.pop(f"{place}_{n}") for n in piece.arguments()}
             own[place] = piece if piece is None else piece.inlined(mine)
         if handles:

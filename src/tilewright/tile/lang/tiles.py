@@ -14,20 +14,7 @@ import numpy as np
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
-from tilewright.tile.ir.tile_ir import (
-    ACCURACIES,
-    COMPARISONS,
-    Axis,
-    Dim,
-    Most,
-    Node,
-    Shape,
-    ViewType,
-    broadcast_shapes,
-    elements,
-    result_dtype,
-    shape_text,
-)
+from tilewright.tile.ir import tile_ir as ir
 from tilewright.tile.lang.trace import Recorder
 
 ROUNDINGS = ("nearest_even", "toward_zero")
@@ -50,11 +37,11 @@ class Tile:
     __array_ufunc__ = None  # numpy's operators leave theirs to ours
     __hash__ = object.__hash__
 
-    def __init__(self, recorder: Recorder, node: Node) -> None:
+    def __init__(self, recorder: Recorder, node: ir.Node) -> None:
         self._t, self.node = recorder, node
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ir.Shape:
         return self.node.shape
 
     @property
@@ -62,7 +49,7 @@ class Tile:
         return self.node.dtype
 
     def __repr__(self) -> str:
-        return f"<tile {self.dtype}{shape_text(self.shape)} from {self.node.line}>"
+        return f"<tile {self.dtype}{ir.shape_text(self.shape)} from {self.node.line}>"
 
     # Arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -89,7 +76,9 @@ class Tile:
         parts = index if isinstance(index, tuple) else (index,)
         kept = [p for p in parts if p is not None]
         if any(p != slice(None) for p in kept) or len(kept) != len(self.shape):
-            raise TraceError(f"a tile of shape {shape_text(self.shape)} takes `:` for each axis, and None for new ones")
+            raise TraceError(
+                f"a tile of shape {ir.shape_text(self.shape)} takes `:` for each axis, and None for new ones"
+            )
         counter = iter(range(len(self.shape)))
         axes = tuple(-1 if p is None else next(counter) for p in parts)
         shape = tuple(1 if a < 0 else self.shape[a] for a in axes)
@@ -97,10 +86,10 @@ class Tile:
 
     def reshape(self, *shape: int) -> Tile:
         """The same elements in the same order under another shape."""
-        if any(isinstance(a, Dim) for a in self.shape):
+        if any(isinstance(a, ir.Dim) for a in self.shape):
             raise TraceError("reshape would regroup an axis of run-time size: load the tile in its final shape")
-        if elements(self.shape) != elements(shape):
-            raise TraceError(f"{shape_text(self.shape)} does not reshape to {shape_text(shape)}")
+        if ir.elements(self.shape) != ir.elements(shape):
+            raise TraceError(f"{ir.shape_text(self.shape)} does not reshape to {ir.shape_text(shape)}")
         return made("reshape", self, shape=tuple(shape), dtype=self.dtype)
 
     def to(self, dtype: DType, round: str = "", saturate: bool = False) -> Tile:
@@ -169,7 +158,7 @@ class Tile:
 class View:
     """A tensor argument: pointer, sizes, strides. `x[row, col]` is a place, for t.load and t.store."""
 
-    def __init__(self, recorder: Recorder, name: str, type: ViewType) -> None:
+    def __init__(self, recorder: Recorder, name: str, type: ir.ViewType) -> None:
         self._t, self.name, self.type = recorder, name, type
 
     @property
@@ -186,8 +175,7 @@ class View:
 
     def most(self, axis: int) -> int | None:
         """The most elements that an axis can have, where that is known."""
-        size = self.type.sizes[axis]
-        return size.value if isinstance(size, Most) else size
+        return self.type.most(axis)
 
     def __getitem__(self, index: Any) -> Place:
         return Place(self, index if isinstance(index, tuple) else (index,))
@@ -201,11 +189,11 @@ class Place:
         if len(index) != view.type.rank:
             raise TraceError(f"{view.name} has {view.type.rank} axes; {len(index)} indices")
         self.index = tuple(self._one(view._t, i) for i in index)
-        shape = broadcast_shapes(*(i.shape for i in self.index))
+        shape = ir.broadcast_shapes(*(i.shape for i in self.index))
         if shape is None:
-            shapes = [shape_text(i.shape) for i in self.index]
+            shapes = [ir.shape_text(i.shape) for i in self.index]
             raise TraceError(f"the indices of {view.name} do not broadcast: {shapes}")
-        self.shape: Shape = shape
+        self.shape: ir.Shape = shape
 
     @staticmethod
     def _one(recorder: Recorder, index: Any) -> Tile:
@@ -221,7 +209,7 @@ class Place:
 class Var:
     """A cell that outlives an iteration: `.get()` and `.set(value)`."""
 
-    def __init__(self, recorder: Recorder, node: Node) -> None:
+    def __init__(self, recorder: Recorder, node: ir.Node) -> None:
         self._t, self.node = recorder, node
 
     def get(self) -> Tile:
@@ -231,8 +219,8 @@ class Var:
     def set(self, value: Any) -> None:
         n = self.node
         new = lift(self._t, value, n.dtype)
-        if new.dtype != n.dtype or broadcast_shapes(new.shape, n.shape) != n.shape:
-            mine, theirs = f"{n.dtype}{shape_text(n.shape)}", f"{new.dtype}{shape_text(new.shape)}"
+        if new.dtype != n.dtype or ir.broadcast_shapes(new.shape, n.shape) != n.shape:
+            mine, theirs = f"{n.dtype}{ir.shape_text(n.shape)}", f"{new.dtype}{ir.shape_text(new.shape)}"
             raise TraceError(f"the variable holds {mine}, the value is {theirs}")
         self._t.effect("set", (new.node,), shape=n.shape, dtype=n.dtype, var=n.id)
 
@@ -240,7 +228,7 @@ class Var:
 # Recording ------------------------------------------------------------------------------------------------------------
 
 
-def made(op: str, *tiles: Tile, shape: Shape, dtype: DType, **attrs: Any) -> Tile:
+def made(op: str, *tiles: Tile, shape: ir.Shape, dtype: DType, **attrs: Any) -> Tile:
     """What a pure operation makes of tiles."""
     t = tiles[0]._t
     return Tile(t, t.add(op, tuple(x.node for x in tiles), shape=shape, dtype=dtype, **attrs))
@@ -292,27 +280,27 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     if dtype == dtypes.boolean:
         allowed = kind in ("and", "or", "xor", "eq", "ne")
     elif widened(dtype).floating:
-        allowed = kind in COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
+        allowed = kind in ir.COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
     else:
         allowed = kind != "div" and (kind != "mulhi" or dtype == dtypes.uint32)
         if kind == "div":
             raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
     if not allowed:
         raise TraceError(f"{kind} is not defined on {dtype}")
-    shape = broadcast_shapes(left.shape, right.shape)
+    shape = ir.broadcast_shapes(left.shape, right.shape)
     by = right.node.attrs["value"] if right.node.op == "const" and dtype.integer else 0
     if kind in ("floordiv", "mod") and by > 0 and by & (by - 1) == 0:  # rounding down, a shift and a mask are the same
         kind, value = ("shr", by.bit_length() - 1) if kind == "floordiv" else ("and", by - 1)
         right = Tile(left._t, left._t.const(value, dtype))
     if shape is None:
-        raise TraceError(f"shapes {shape_text(left.shape)} and {shape_text(right.shape)} do not broadcast")
-    return made("binary", left, right, shape=shape, dtype=result_dtype(kind, dtype), kind=kind, **attrs)
+        raise TraceError(f"shapes {ir.shape_text(left.shape)} and {ir.shape_text(right.shape)} do not broadcast")
+    return made("binary", left, right, shape=shape, dtype=ir.result_dtype(kind, dtype), kind=kind, **attrs)
 
 
 def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     dtype = x.dtype
-    if accuracy not in ACCURACIES:
-        raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ACCURACIES))}")
+    if accuracy not in ir.ACCURACIES:
+        raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ir.ACCURACIES))}")
     if dtype == dtypes.boolean or kind == "not":
         if kind != "not" or dtype != dtypes.boolean:
             raise TraceError(f"{kind} is not defined on {dtype}")
@@ -322,9 +310,9 @@ def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     return made("unary", x, shape=x.shape, dtype=dtype, kind=kind, **said)
 
 
-def axis_of(tile: Tile, axis: int) -> tuple[int, Axis]:
+def axis_of(tile: Tile, axis: int) -> tuple[int, ir.Axis]:
     """A possibly negative axis as its number and size."""
     rank = len(tile.shape)
     if not -rank <= axis < rank:
-        raise TraceError(f"axis {axis} of a tile of shape {shape_text(tile.shape)}")
+        raise TraceError(f"axis {axis} of a tile of shape {ir.shape_text(tile.shape)}")
     return axis % rank, tile.shape[axis]

@@ -39,6 +39,8 @@ class Recorder:
         self.nodes: list[Node] = []
         self.known: dict[tuple[Any, ...], Node] = {}
         self.broken: Line | None = None
+        self.only: list[range] = []
+        """Nodes whose effects the program is reduced to, where there are any."""
 
     def add(
         self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType = int64, **attrs: Any
@@ -123,4 +125,23 @@ class Recorder:
     def finish(self, inplace: frozenset[frozenset[str]]) -> Program:
         if self.broken is not None:
             raise TraceError("`break` or `return` leaves a loop before its end; use t.when", self.broken)
+        if self.only:
+            self._reduce()
         return Program(self.name, self.views, self.scalars, self.body, self.nodes, inplace)
+
+    def _reduce(self) -> None:
+        """Leave out each effect that no store (or print) of `only` needs."""
+        effects = list(self.body.all_effects())
+        around = {e.attrs["body"]: e for e in effects if "body" in e.attrs}
+        waiting = [e for e in effects if e.op in ("store", "print") and any(e.id in r for r in self.only)]
+        needed: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += [*node.args, *node.limits, *(around[r] for r in (node.region,) if r in around)]
+                if node.op == "get":
+                    cell = self.nodes[node.attrs["var"]]
+                    waiting += [cell, *(e for e in effects if e.op == "set" and e.attrs["var"] == cell.id)]
+        for region in (self.body, *around):
+            region.effects = [e for e in region.effects if e in needed]

@@ -7,6 +7,7 @@ Extents are powers of two, so places and coordinates are bit strings; bit i of t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,32 +15,24 @@ from pathlib import Path
 
 from tilewright.tile.errors import TileError
 
-Coordinate = tuple[int, ...]
-Axes = tuple[tuple[str, int], ...]
-
 
 class Span:
-    """The vectors that a set of columns reaches, as an echelon basis that remembers which columns made each vector."""
+    """The vectors that a set of columns reaches, by a basis: one vector of each length."""
 
     def __init__(self, columns: Iterable[int]) -> None:
-        self.basis: dict[int, tuple[int, int]] = {}
-        self.dependent: list[int] = []
-        """Sets of columns, as bit masks, that combine to nothing."""
-        for i, column in enumerate(columns):
-            rest, made_of = self.reduced(column, 1 << i)
-            if rest:
-                self.basis[rest.bit_length()] = rest, made_of
-            else:
-                self.dependent.append(made_of)
+        self.basis: dict[int, int] = {}
+        for column in columns:
+            if rest := self.rest(column):
+                self.basis[rest.bit_length()] = rest
 
-    def reduced(self, vector: int, made_of: int = 0) -> tuple[int, int]:
-        """What is left of a vector, and the columns that were taken from it."""
-        while vector and (found := self.basis.get(vector.bit_length())):
-            vector, made_of = vector ^ found[0], made_of ^ found[1]
-        return vector, made_of
+    def rest(self, vector: int) -> int:
+        """What the span does not reach of a vector."""
+        while found := self.basis.get(vector.bit_length()):
+            vector ^= found
+        return vector
 
     def __contains__(self, vector: int) -> bool:
-        return self.reduced(vector)[0] == 0
+        return self.rest(vector) == 0
 
     @property
     def rank(self) -> int:
@@ -57,7 +50,7 @@ class Layout:
     reg: tuple[int, ...]
     lane: tuple[int, ...]
     warp: tuple[int, ...]
-    axes: Axes
+    axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
         for name, extent in self.axes:
@@ -80,7 +73,7 @@ class Layout:
         """The flat element of a place."""
         return combined(self.reg, reg) ^ combined(self.lane, lane) ^ combined(self.warp, warp)
 
-    def coordinate(self, flat: int) -> Coordinate:
+    def coordinate(self, flat: int) -> tuple[int, ...]:
         found = []
         for extent in reversed(self.extents):
             flat, value = divmod(flat, extent)
@@ -100,20 +93,12 @@ class Layout:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
-    # Questions ------------------------------------------------------------------------------------------------------
-
-    def copies(self) -> list[int]:
-        """Sets of place bits (registers lowest, then lanes, then warps) that change the place and not the element. One
-        place of each coset is the owner, which stores."""
-        return Span(self.columns).dependent
-
-    def owns(self, reg: int, lane: int, warp: int) -> bool:
-        """Whether a place is the owner of its element: the least of its copies."""
-        place = reg | lane << len(self.reg) | warp << len(self.reg) + len(self.lane)
-        least = place
-        for mask, _ in sorted(Span(self.copies()).basis.values(), reverse=True):
-            least = min(least, least ^ mask)
-        return least == place
+    def owners(self) -> dict[int, tuple[int, ...]]:
+        """(register, lane, warp) of each element's owner, which stores it: the least of its copies, by warp first."""
+        found: dict[int, tuple[int, ...]] = {}
+        for warp, lane, reg in itertools.product(*(range(1 << len(b)) for b in (self.warp, self.lane, self.reg))):
+            found.setdefault(self.at(reg, lane, warp), (reg, lane, warp))
+        return found
 
 
 def combined(columns: Sequence[int], number: int) -> int:

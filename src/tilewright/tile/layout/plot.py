@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from html import escape
 
@@ -20,7 +19,7 @@ def svg(layout: Layout, title: str = "") -> str:
     element beside the owner, which is shown. Pointing at a cell names all of it."""
     columns = min(layout.extents[-1] if layout.axes else 1, WIDEST)
     count = min(layout.size, MOST)
-    owners, copies = _owners(layout), (1 << len(layout.columns)) // layout.size - 1
+    owners, copies = layout.owners(), (1 << len(layout.columns)) // layout.size - 1
     more, short = (f", {copies} copies", f"+{copies}") if copies else ("", "")
     width, height = LEFT + columns * CELL[0] + 8, TOP + -(-count // columns) * CELL[1] + 8
     shape = " x ".join(f"{name} {extent}" for name, extent in layout.axes)
@@ -47,12 +46,6 @@ def svg(layout: Layout, title: str = "") -> str:
             f'<text x="{x + CELL[0] / 2:g}" y="{y + 16}" text-anchor="middle">{lane}:{reg}{short}</text></g>'
         )
     return "\n".join([*out, "</svg>", ""])
-
-
-def _owners(layout: Layout) -> dict[int, tuple[int, ...]]:
-    """The place of each element that stores it."""
-    places = itertools.product(*(range(1 << len(bits)) for bits in (layout.reg, layout.lane, layout.warp)))
-    return {layout.at(*place): place for place in places if layout.owns(*place)}
 
 
 def _index(layout: Layout, flat: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.tile import dtypes, numbers
-from tilewright.tile.analysis.divisibility import Facts
+from tilewright.tile.analysis.intervals import Facts
 from tilewright.tile.dtypes import DType, boolean, float32, int32, int64
 from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import For, Function, If, Let, Operand, Parameter, Statement, Type
@@ -203,15 +203,15 @@ class Emitter:
             if folded is not None:
                 return folded
             kind = a["kind"]
-            if kind in DOWNWARD and self.facts.of(node.args[0]).non_negative and self.facts.of(node.args[1]).positive:
+            if kind in DOWNWARD and self.facts.of(node.args[0])[0] >= 0 and self.facts.of(node.args[1])[0] > 0:
                 kind = DOWNWARD[kind]  # of what is not negative C's own division rounds down
             return self.let(depth, type, kind, *args, operands=source, mode=a.get("nan", ""), line=line)
         if node.op == "unary":
             if "accuracy" in a and self.function.threads > 1:  # a CPU has nothing that is faster
                 return self.let(depth, type, a["kind"], args[0], mode=a["accuracy"], line=line)
             if a["kind"] in math.FUNCTIONS:
-                builder = ThreadBuilder(self, depth, type.lanes, line)
-                return math.FUNCTIONS[a["kind"]](builder, args[0])
+                made: Operand = math.FUNCTIONS[a["kind"]](ThreadBuilder(self, depth, type.lanes, line), args[0])
+                return made
             return self.let(depth, type, a["kind"], args[0], operands=source, line=line)
         if node.op == "fma":
             return self.let(depth, type, "fma", *args, line=line)
@@ -269,6 +269,7 @@ class ThreadBuilder:
     def __init__(self, emitter: Emitter, depth: int, lanes: int, line: Line) -> None:
         self.emitter, self.depth, self.line = emitter, depth, line
         self.f, self.i, self.m = Type(float32, lanes), Type(int32, lanes), Type(boolean, lanes)
+        self._integers: set[str] = emitter.blocks[depth].known.setdefault("integers", set())
 
     add, sub, mul, div = _floats("add"), _floats("sub"), _floats("mul"), _floats("div")
     fma, sqrt, ldexp = _floats("fma"), _floats("sqrt"), _floats("ldexp")
@@ -284,11 +285,6 @@ class ThreadBuilder:
         made = self.let(self.i, op, *args, operands=operands)
         self._integers.add(str(made))
         return made
-
-    @property
-    def _integers(self) -> set[str]:
-        found: set[str] = self.emitter.blocks[self.depth].known.setdefault("integers", set())
-        return found
 
     def real(self, value: float) -> Operand:
         return float(dtypes.float32.rounded(np.asarray(value, np.float32)))

@@ -7,42 +7,12 @@ correctly rounded operations in the same order, so every target agrees bit for b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
-V = TypeVar("V")
-
-
-class Builder(Protocol, Generic[V]):
-    """float32 and int32 operations; `select` takes a condition made by `less` or `equal`."""
-
-    def real(self, value: float) -> V: ...
-    def whole(self, value: int) -> V: ...
-    def add(self, a: V, b: V) -> V: ...
-    def sub(self, a: V, b: V) -> V: ...
-    def mul(self, a: V, b: V) -> V: ...
-    def div(self, a: V, b: V) -> V: ...
-    def sqrt(self, a: V) -> V: ...
-    def fma(self, a: V, b: V, c: V) -> V: ...
-    def less(self, a: V, b: V) -> V: ...
-    def least(self, a: V, b: V) -> V:
-        """a < b ? a : b, so b of a NaN."""
-        ...
-
-    def greatest(self, a: V, b: V) -> V: ...
-    def ldexp(self, a: V, n: V) -> V:
-        """a * 2^n for a whole n from -152 to 130, rounded once."""
-        ...
-
-    def equal(self, a: V, b: V) -> V: ...
-    def select(self, condition: V, a: V, b: V) -> V: ...
-    def bits(self, a: V) -> V: ...
-    def from_bits(self, a: V) -> V: ...
-    def iadd(self, a: V, b: V) -> V: ...
-    def isub(self, a: V, b: V) -> V: ...
-    def iand(self, a: V, b: V) -> V: ...
-    def ior(self, a: V, b: V) -> V: ...
-    def shl(self, a: V, by: int) -> V: ...
-    def shr(self, a: V, by: int) -> V: ...
+Builder = Any
+"""Operations over float32 (`real`, `add`, `sub`, `mul`, `div`, `sqrt`, `fma`, `least`: a < b ? a : b, so b of a NaN,
+`greatest`, `ldexp`: a * 2^n for a whole n from -152 to 130, rounded once) and int32 (`whole`, `iadd`, `isub`, `iand`,
+`ior`, `shl`, `shr`); `bits` and `from_bits`; `select` by a condition that `less` or `equal` makes."""
 
 
 MAGIC = 12582912.0
@@ -58,7 +28,7 @@ LOG = (
 ROOT_HALF_BITS = 0x3F3504F3
 
 
-def exp(b: Builder[V], x: V) -> V:
+def exp(b: Builder, x: Any) -> Any:
     """e^x to about 1 ulp, denormal results included."""
     x = _clamp(b, x, -105.0, 90.0)
     shifted = b.fma(x, b.real(LOG2E), b.real(MAGIC))
@@ -68,7 +38,7 @@ def exp(b: Builder[V], x: V) -> V:
     return b.ldexp(_exp_near(b, r), n)
 
 
-def exp2(b: Builder[V], x: V) -> V:
+def exp2(b: Builder, x: Any) -> Any:
     """2^x to about 1 ulp."""
     x = _clamp(b, x, -151.0, 129.0)
     shifted = b.add(x, b.real(MAGIC))
@@ -76,7 +46,7 @@ def exp2(b: Builder[V], x: V) -> V:
     return b.ldexp(_exp_near(b, b.mul(b.sub(x, n), b.real(0.693147180559945309))), n)
 
 
-def log(b: Builder[V], x: V) -> V:
+def log(b: Builder, x: Any) -> Any:
     """The natural logarithm to about 1 ulp; -infinity at 0, NaN below."""
     denormal = b.less(x, b.real(2.0**-126))
     near = b.select(denormal, b.mul(x, b.real(2.0**25)), x)
@@ -96,19 +66,19 @@ def log(b: Builder[V], x: V) -> V:
     return b.select(b.equal(x, x), y, x)
 
 
-def rsqrt(b: Builder[V], x: V) -> V:
+def rsqrt(b: Builder, x: Any) -> Any:
     return reciprocal(b, b.sqrt(x))
 
 
-def reciprocal(b: Builder[V], x: V) -> V:
+def reciprocal(b: Builder, x: Any) -> Any:
     return b.div(b.real(1.0), x)
 
 
-def sigmoid(b: Builder[V], x: V) -> V:
+def sigmoid(b: Builder, x: Any) -> Any:
     return reciprocal(b, b.add(b.real(1.0), exp(b, b.mul(x, b.real(-1.0)))))
 
 
-def rint(b: Builder[V], x: V) -> V:
+def rint(b: Builder, x: Any) -> Any:
     """To the nearest integer, ties to even; -0.25 gives -0."""
     sign = b.iand(b.bits(x), b.whole(-0x80000000))
     size = b.from_bits(b.iand(b.bits(x), b.whole(0x7FFFFFFF)))
@@ -117,17 +87,17 @@ def rint(b: Builder[V], x: V) -> V:
     return b.select(b.less(size, b.real(8388608.0)), near, x)
 
 
-def _exp_near(b: Builder[V], r: V) -> V:
+def _exp_near(b: Builder, r: Any) -> Any:
     """e^r for |r| up to ln(2) / 2."""
     return b.add(b.fma(_horner(b, EXP, r), b.mul(r, r), r), b.real(1.0))
 
 
-def _clamp(b: Builder[V], x: V, low: float, high: float) -> V:
+def _clamp(b: Builder, x: Any, low: float, high: float) -> Any:
     """NaN stays: it is neither above nor below."""
     return b.greatest(b.real(low), b.least(b.real(high), x))
 
 
-def _horner(b: Builder[V], coefficients: Sequence[float], x: V) -> V:
+def _horner(b: Builder, coefficients: Sequence[float], x: Any) -> Any:
     y = b.real(coefficients[0])
     for c in coefficients[1:]:
         y = b.fma(y, x, b.real(c))

@@ -16,12 +16,8 @@ from tilewright.tile.ir.tile_verify import reachable
 
 CHEAP = 3
 """Recompute a tile that costs at most this many operations: a load, a widening and one more."""
-COSTS = {
-    "exp": 20, "exp2": 20, "log": 30, "sqrt": 6, "rsqrt": 12, "reciprocal": 5, "sigmoid": 27, "rint": 6, "div": 5,
-    "floordiv": 20, "mod": 20,
-}  # fmt: skip
-FAST = 5
-"""What an approximate function takes on a GPU: 4 to 7 instructions."""
+DEAR = frozenset(("exp", "exp2", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid", "rint", "div", "floordiv", "mod"))
+"""Operations that cost more than that."""
 
 
 @dataclass(eq=False)
@@ -181,11 +177,12 @@ class Plan:
                     self._use(arg, phase)
 
     def _use(self, root: Node, phase: Phase) -> None:
-        waiting = [root]
+        waiting, seen = [root], set[Node]()
         while waiting:
             node = waiting.pop()
-            if is_scalar(node.shape) or folds(node) or node.op == "arange" or self.waits(node, phase):
+            if node in seen or is_scalar(node.shape) or folds(node) or node.op == "arange" or self.waits(node, phase):
                 continue
+            seen.add(node)
             if node.op == "reshape":
                 self._keep(node.args[0], self._first(node.args[0], phase))
                 continue
@@ -244,15 +241,11 @@ class Plan:
 
 
 def cost_of(node: Node) -> int:
-    """What one element costs, in simple operations."""
-    if node.op == "random":
-        return 100
-    if node.op == "cast":
-        return 8 if dtypes.float8_e4m3fn in (node.dtype, node.args[0].dtype) else 1
-    if "accuracy" in node.attrs:
-        return FAST
-    cost = COSTS.get(node.attrs.get("kind", ""), 1)
-    return cost * 2 if node.dtype.itemsize == 8 and node.op == "binary" else cost
+    """What one element costs, in simple operations; of what is dear, more than what is cheap."""
+    eight_bits = node.op == "cast" and dtypes.float8_e4m3fn in (node.dtype, node.args[0].dtype)
+    if node.op == "random" or eight_bits or node.attrs.get("kind") in DEAR:
+        return CHEAP + 1
+    return 2 if node.dtype.itemsize == 8 and node.op == "binary" else 1
 
 
 def cone(root: Node) -> Iterator[Node]:

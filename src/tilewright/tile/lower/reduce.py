@@ -68,9 +68,8 @@ class Reductions(Memory):
         combine = node.attrs["combine"]
         found = self.as_vector(self.emit(node.args[0], place))
         if self.tail is not None:
-            found = self.let(
-                inner, type, "select", self.elements(), found, identity(combine, node.dtype), operands=type
-            )
+            none = identity(combine, node.dtype)
+            found = self.let(inner, type, "select", self.elements(), found, none, operands=type)
         old = self.register(inner, type, acc.name, register)
         made = self.let(inner, type, operation(combine), old, found, operands=type, line=node.line)
         self.put(inner, Assign(acc.name, type, made, register))

@@ -166,10 +166,6 @@ class Threads(Lowering):
 
     # Owners ---------------------------------------------------------------------------------------------------------
 
-    def owned(self, statement: Store) -> None:
-        """A store that all threads would do alike is done by the first."""
-        super().put(self.depth, If(self.first(), [statement]))
-
     def first(self) -> str:
         """Whether this is the first thread."""
         return self.let(0, TEST, "eq", self.tid, 0, operands=COUNT)
@@ -230,7 +226,7 @@ class Threads(Lowering):
         count = self.tail if lane == 1 and type.lanes > 1 else None
         made = Store(name, type, at, value, lane or 1, count, layout=self._dealt(name, shape, place))
         if lane == 0:
-            self.owned(made)
+            super().put(inner, If(self.first(), [made]))
         else:
             self.put(inner, made)
 

@@ -18,26 +18,13 @@ import numpy as np
 from tilewright.tile import numbers
 from tilewright.tile.dtypes import Array, DType, boolean, int64
 from tilewright.tile.errors import Line, RaceError, RunError
-from tilewright.tile.ir.thread_ir import (
-    Assign,
-    Barrier,
-    Declare,
-    For,
-    Function,
-    If,
-    Let,
-    Load,
-    Operand,
-    Print,
-    Statement,
-    Store,
-)
+from tilewright.tile.ir import thread_ir as ir
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.oracle.memory import Clock, Memory, Places, poison, sizes_of, tensors
 
 
 def run(
-    function: Function,
+    function: ir.Function,
     arguments: Mapping[str, Any],
     grid: tuple[int, ...],
     *,
@@ -56,7 +43,11 @@ def run(
         RunError: an access outside a tensor, a use of what was not written, an address that is not aligned as it says.
         RaceError: accesses that no barrier orders, a barrier or a shuffle that some threads do not reach.
     """
-    machine = _Machine(function, arguments, grid, outputs, levels or {}, arena)
+    machine = Machine(function, grid)
+    machine.arguments, machine.levels, machine.arena = arguments, levels or {}, arena
+    pointers = [p for p in function.parameters if p.kind == "pointer"]
+    found = tensors({p.of: (arguments[p.of], p.dtype) for p in pointers}, outputs, machine.clock)
+    machine.views = {p.name: found[p.of] for p in pointers}
     with np.errstate(all="ignore"):
         for place in itertools.product(*(range(n) for n in machine.grid)):
             machine.instance(place)
@@ -82,19 +73,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 SECOND = {"max": numbers.NumpyBuilder().greatest, "min": numbers.NumpyBuilder().least}
 
 
-class _Machine:
-    def __init__(
-        self, function: Function, arguments: Mapping[str, Any], grid: tuple[int, ...], outputs: tuple[str, ...],
-        levels: Mapping[str, int], arena: Mapping[str, int] | None,
-    ) -> None:  # fmt: skip
-        self.function, self.arguments, self.levels, self.arena = function, arguments, levels, arena
-        self.grid = (*grid, 1, 1, 1)[:3]
+class Machine:
+    """Runs a function."""
+
+    def __init__(self, function: ir.Function, grid: tuple[int, ...]) -> None:
+        self.function, self.grid = function, (*grid, 1, 1, 1)[:3]
+        self.arguments: Mapping[str, Any] = {}
+        self.levels: Mapping[str, int] = {}
+        self.arena: Mapping[str, int] | None = None
         self.clock = Clock(function.threads)
         self.thread = np.arange(function.threads, dtype=np.int32)[:, None]
-        pointers = {p.name: p for p in function.parameters if p.kind == "pointer"}
-        given = {p.of: (arguments[p.of], p.dtype) for p in pointers.values()}
-        found = tensors(given, outputs, self.clock)
-        self.views = {name: found[p.of] for name, p in pointers.items()}
+        self.views: dict[str, Memory] = {}
         self.memories: dict[str, Memory] = {}
         self.values: dict[str, Any] = {}
         self.undefined: dict[str, Array] = {}
@@ -102,8 +91,8 @@ class _Machine:
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.clock.block += 1
-        self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
         self.undefined = {}
+        self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
         self.memories = {**self.views, **self.arrays()}
         self.block(self.function.body, np.ones((self.function.threads, 1), bool))
 
@@ -139,32 +128,32 @@ class _Machine:
 
     # Statements -----------------------------------------------------------------------------------------------------
 
-    def block(self, body: list[Statement], active: Array) -> None:
+    def block(self, body: list[ir.Statement], active: Array) -> None:
         for s in body:
-            if isinstance(s, Let):
+            if isinstance(s, ir.Let):
                 self.let(s, active)
-            elif isinstance(s, (Load, Store)):
+            elif isinstance(s, (ir.Load, ir.Store)):
                 self.access(s, active)
-            elif isinstance(s, Assign):
+            elif isinstance(s, ir.Assign):
                 self.assign(s, active)
-            elif isinstance(s, Declare):
+            elif isinstance(s, ir.Declare):
                 start = self.value(s.value, s.type.dtype)
                 self.values[s.name] = [start] * s.count if s.count else start
                 for key in [f"{s.name}[{i}]" for i in range(s.count)] if s.count else [s.name]:
                     self.define(key, self.unknown(s.value))
-            elif isinstance(s, If):
+            elif isinstance(s, ir.If):
                 self.known(s.condition, active, "a condition", None)
                 inside = active & self.value(s.condition, boolean)
                 if inside.any():
                     self.block(s.body, inside)
-            elif isinstance(s, For):
+            elif isinstance(s, ir.For):
                 self.loop(s, active)
-            elif isinstance(s, Print):
+            elif isinstance(s, ir.Print):
                 self.print(s, active)
             else:
                 self.barrier(s, active)
 
-    def loop(self, s: For, active: Array) -> None:
+    def loop(self, s: ir.For, active: Array) -> None:
         for bound in s.decides:
             self.known(bound, active, "a loop's bound", None)
         at, hi, step = (self.value(b, int64) for b in s.decides)
@@ -174,7 +163,7 @@ class _Machine:
             self.block(s.body, inside)
             at = np.where(hi - at > step, at + step, hi) if s.any_step else at + step
 
-    def print(self, s: Print, active: Array) -> None:
+    def print(self, s: ir.Print, active: Array) -> None:
         lanes, shape = np.arange(s.type.lanes), (len(active), s.type.lanes)
         mask = active & (lanes < (s.type.lanes if s.count is None else self.value(s.count, int64)))
         self.known(s.value, mask, "what is printed", s.line)
@@ -183,7 +172,7 @@ class _Machine:
         for line in zip(*given, strict=True):
             print(s.format % line)
 
-    def barrier(self, s: Barrier, active: Array) -> None:
+    def barrier(self, s: ir.Barrier, active: Array) -> None:
         together = active.reshape(1 if s.scope == "block" else -1, min(WARP, len(active)) if s.scope == "warp" else -1)
         if (together.any(1) != together.all(1)).any():
             missing = int(np.flatnonzero(~active)[0])
@@ -193,7 +182,7 @@ class _Machine:
         else:
             self.clock.warp[together.all(1)] += 1
 
-    def assign(self, s: Assign, active: Array) -> None:
+    def assign(self, s: ir.Assign, active: Array) -> None:
         new, unknown, key = self.value(s.value, s.type.dtype), self.unknown(s.value), s.name
         held: Any = self.values
         at: Any = s.name
@@ -210,9 +199,9 @@ class _Machine:
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
-    def access(self, s: Load | Store, active: Array) -> None:
-        memory, lanes = self.memories[s.memory], np.arange(s.type.lanes)
-        shape = (len(active), s.type.lanes)
+    def reached(self, s: ir.Load | ir.Store, active: Array) -> tuple[Array, Array]:
+        """(elements, which of them are touched) of threads x lanes."""
+        lanes, shape = np.arange(s.type.lanes), (len(active), s.type.lanes)
         index, mask = self.value(s.index, int64), active
         for operand in (s.stride, s.count):
             self.known(operand, active, "an address", s.line)
@@ -224,10 +213,13 @@ class _Machine:
             self.known(s.mask, mask, "a mask", s.line)
             mask = mask & self.value(s.mask, boolean)
         self.known(s.index, mask, "an address", s.line)
-        index, mask = np.broadcast_to(index, shape), np.broadcast_to(mask, shape)
-        thread = np.broadcast_to(self.thread, shape)
+        return np.broadcast_to(index, shape), np.broadcast_to(mask, shape)
+
+    def access(self, s: ir.Load | ir.Store, active: Array) -> None:
+        memory, (index, mask) = self.memories[s.memory], self.reached(s, active)
+        thread = np.broadcast_to(self.thread, index.shape)
         self.aligned(s, memory, index, active & mask.any(1, keepdims=True))
-        if isinstance(s, Store):
+        if isinstance(s, ir.Store):
             value = self.value(s.value, s.type.dtype)
             memory.store(index, mask, thread, value, self.unknown(s.value), s.line)
             return
@@ -239,7 +231,7 @@ class _Machine:
         self.values[s.name] = found.astype(kind, copy=False)
         self.define(s.name, unknown)
 
-    def aligned(self, s: Load | Store, memory: Memory, index: Array, active: Array) -> None:
+    def aligned(self, s: ir.Load | ir.Store, memory: Memory, index: Array, active: Array) -> None:
         if not s.align or s.scattered:
             return
         item = memory.dtype.itemsize
@@ -250,16 +242,16 @@ class _Machine:
 
     # Values ---------------------------------------------------------------------------------------------------------
 
-    def value(self, operand: Operand, dtype: DType) -> Array:
+    def value(self, operand: ir.Operand, dtype: DType) -> Array:
         if isinstance(operand, str):
             return np.asarray(self.values[operand])
         return np.full((1, 1), operand, dtype.values)
 
-    def number(self, operand: Operand) -> int:
+    def number(self, operand: ir.Operand) -> int:
         """An index that is known when compiling."""
         return int(self.values[operand].flat[0]) if isinstance(operand, str) else int(operand)
 
-    def unknown(self, operand: Operand | None) -> Array | None:
+    def unknown(self, operand: ir.Operand | None) -> Array | None:
         return self.undefined.get(operand) if isinstance(operand, str) else None
 
     def define(self, name: str, unknown: Array | None) -> None:
@@ -267,12 +259,12 @@ class _Machine:
         if unknown is not None and unknown.any():
             self.undefined[name] = unknown
 
-    def known(self, operand: Operand | None, active: Array, what: str, line: Line | None) -> None:
+    def known(self, operand: ir.Operand | None, active: Array, what: str, line: Line | None) -> None:
         found = self.unknown(operand)
         if found is not None and (found & active).any():
             raise RunError(f"{what} comes from memory that nobody has written", line)
 
-    def let(self, s: Let, active: Array) -> None:
+    def let(self, s: ir.Let, active: Array) -> None:
         source = s.operands or s.type
         if s.op == "element":
             name, i = str(s.args[0]), self.number(s.args[1])
@@ -285,7 +277,7 @@ class _Machine:
         if self.undefined:
             self.define(s.name, unknown)
 
-    def _unknown_of(self, s: Let, args: list[Array]) -> Array | None:
+    def _unknown_of(self, s: ir.Let, args: list[Array]) -> Array | None:
         """Which lanes of a result come from memory that nobody wrote."""
         parts = [self.unknown(a) for a in s.args]
         if all(p is None for p in parts):
@@ -301,10 +293,10 @@ class _Machine:
             return self.exchanged(found[0], s.args[1])
         return np.asarray(reduce(np.logical_or, found))
 
-    def exchanged(self, value: Array, mask: Operand) -> Array:
+    def exchanged(self, value: Array, mask: ir.Operand) -> Array:
         return value if len(value) == 1 else value[self.thread[:, 0] ^ self.number(mask)]
 
-    def operation(self, s: Let, args: list[Array], active: Array) -> Any:
+    def operation(self, s: ir.Let, args: list[Array], active: Array) -> Any:
         op, source = s.op, s.operands or s.type
         if op in SECOND and s.mode:
             return SECOND[op](*args) if s.mode == "second" else OPERATIONS[op](*args, s.mode)

@@ -62,14 +62,11 @@ def sources(functions: Sequence[Function], features: Iterable[str], *, where: bo
         told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
         symbol = symbol_of(function.name, told)
         if symbol not in symbols:
-            parts += ["", _arguments(function.parameters, symbol), "", *_driver(function, symbol, body)]
+            fields = [f"{_field(p)} {p.name};" for p in function.parameters if p.kind != "builtin"]
+            arguments = f"struct Args_{symbol} {{ {' '.join(fields)} }};"
+            parts += ["", arguments, "", *_driver(function, symbol, body)]
         symbols.append(symbol)
     return "\n".join(["// made by tilewright.tile", *parts, ""]), symbols
-
-
-def _arguments(parameters: list[Parameter], symbol: str) -> str:
-    fields = [f"{_field(p)} {p.name};" for p in parameters if p.kind != "builtin"]
-    return f"struct Args_{symbol} {{ {' '.join(fields)} }};"
 
 
 def _field(p: Parameter) -> str:

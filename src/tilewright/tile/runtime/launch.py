@@ -40,7 +40,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -
         TileError: an argument that no kernel can read, or whose memory is another's; the message names it.
         TraceError, CompilerError: see there.
     """
-    counts = _grid(kernel, grid)
+    counts = grid_of(kernel.name, grid)
     names = list(kernel.parameters)
     if len(args) > len(names):
         raise TypeError(f"{kernel.name} takes {len(names)} arguments, not {len(args)}")
@@ -50,7 +50,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -
     types: dict[str, Argument] = {}
     for name, value in values.items():
         try:
-            if _is_tensor(value):
+            if isinstance(value, Memory) or (hasattr(value, "dtype") and not isinstance(value, np.generic)):
                 memories[name] = memory_of(value)
                 types[name] = type_of(memories[name])
             else:
@@ -85,18 +85,18 @@ def _device(kernel: Kernel, memories: Mapping[str, Memory]) -> str:
     return next(iter(found), "cpu")
 
 
-def _grid(kernel: Kernel, grid: Any) -> tuple[int, int, int]:
-    """The counts of instances along three axes."""
+def grid_of(kernel: str, grid: Any) -> tuple[int, int, int]:
+    """The counts of instances along three axes, of a kernel of this name."""
     counts = (grid,) if isinstance(grid, (int, np.integer)) else grid
     if not isinstance(counts, (tuple, list)) or not 1 <= len(counts) <= 3:
-        raise TileError(f"{kernel.name}: the grid is {grid!r}; takes a count of instances, or a tuple of one to three")
+        raise TileError(f"{kernel}: the grid is {grid!r}; takes a count of instances, or a tuple of one to three")
     found = []
     for n in counts:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n < 1 << 62:
-            raise TileError(f"{kernel.name}: the grid is {grid!r}; {n!r} is no count of instances")
+            raise TileError(f"{kernel}: the grid is {grid!r}; {n!r} is no count of instances")
         found.append(int(n))
     if math.prod(found) >= 1 << 62:
-        raise TileError(f"{kernel.name}: the grid is {grid!r}: more instances than can be counted")
+        raise TileError(f"{kernel}: the grid is {grid!r}: more instances than can be counted")
     first, second, third = (*found, 1, 1)[:3]
     return first, second, third
 
@@ -117,10 +117,6 @@ def _check(program: Program, memories: Mapping[str, Memory], scalars: Mapping[st
         check_overlap(memories, written, program.inplace)
     except TileError as error:
         raise TileError(f"{program.name}: {error}") from None
-
-
-def _is_tensor(value: Any) -> bool:
-    return not isinstance(value, np.generic) and (isinstance(value, Memory) or hasattr(value, "dtype"))
 
 
 def _scalar(value: Any) -> Argument:

@@ -62,13 +62,10 @@ class Store:
     def __init__(self, where: Path | None = None) -> None:
         self.where = where or folder()
 
-    def _path(self, key: str) -> Path:
-        return self.where / f"{key}.so"
-
     def path(self, key: str, build: Callable[[Path], None]) -> Path:
         """The file of a key; `build` writes it where it is not there. It ends in its own digest, which a loader of
         shared objects does not mind."""
-        path = self._path(key)
+        path = self.where / f"{key}.so"
         try:
             self.where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.where.mkdir(exist_ok=True, mode=0o700)

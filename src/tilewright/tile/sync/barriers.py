@@ -28,17 +28,6 @@ class Conflict:
     scope: str
 
 
-@dataclass(frozen=True)
-class _Place:
-    body: list[Statement]
-    statement: Statement
-    loops: int
-
-    @property
-    def index(self) -> int:
-        return next(i for i, s in enumerate(self.body) if s is self.statement)
-
-
 def insert(function: Function) -> Function:
     """The function with the barriers that it needs, and no other.
 
@@ -51,16 +40,15 @@ def insert(function: Function) -> Function:
     effects = Effects(made)
     order = {id(s): i for i, s in enumerate(made.statements())}
     while found := conflicts(made, effects):
-        places = [(_place(made, effects, c), c) for c in found]
-        place, conflict = min(places, key=lambda p: (-p[0].loops, order[id(p[0].statement)]))
-        at = place.index
-        before = place.body[at - 1] if at else None
+        places = [(*_place(made, effects, c), c) for c in found]
+        _, body, at, conflict = min(places, key=lambda p: (-p[0], order[id(p[1][p[2]])]))
+        before = body[at - 1] if at else None
         access, other = conflict.after, conflict.before
         if isinstance(before, Barrier) and conflict.scope in (before.scope, "warp"):
             raise LowerError(f"{access.statement.memory}: a barrier is needed between a {other} and a {access}, where "
                              "not all threads come", access.statement.line)  # fmt: skip
         why = f"{access.statement.memory}: {other}, then {access}"
-        place.body.insert(at, Barrier(conflict.scope, why))
+        body.insert(at, Barrier(conflict.scope, why))
     _thin(made, effects, made.body)
     verify(made)
     return made
@@ -116,7 +104,8 @@ def _joined(a: Pending, b: Pending) -> Pending:
     return {k: a.get(k, True) and b.get(k, True) for k in {**a, **b}}
 
 
-def _place(function: Function, effects: Effects, conflict: Conflict) -> _Place:
+def _place(function: Function, effects: Effects, conflict: Conflict) -> tuple[int, list[Statement], int]:
+    """(loops around it, body, index) of where a barrier for this conflict stands."""
     path, scope = conflict.after.path, conflict.scope
     depth = 0
     for mine, other in zip(path, conflict.before.path, strict=False):
@@ -129,7 +118,11 @@ def _place(function: Function, effects: Effects, conflict: Conflict) -> _Place:
     depth = min(depth, closed)
     body = path[depth - 1].body if depth else function.body
     statement = path[depth] if depth < len(path) else conflict.after.statement
-    return _Place(body, statement, sum(isinstance(c, For) for c in path[:depth]))
+    return sum(isinstance(c, For) for c in path[:depth]), body, _index(body, statement)
+
+
+def _index(body: list[Statement], statement: Statement) -> int:
+    return next(i for i, s in enumerate(body) if s is statement)
 
 
 def _thin(function: Function, effects: Effects, body: list[Statement]) -> None:
@@ -138,7 +131,7 @@ def _thin(function: Function, effects: Effects, body: list[Statement]) -> None:
         if isinstance(s, (For, If)):
             _thin(function, effects, s.body)
         elif isinstance(s, Barrier):
-            at = next(i for i, other in enumerate(body) if other is s)
+            at = _index(body, s)
             del body[at]
             if conflicts(function, effects):
                 body.insert(at, s)

@@ -76,12 +76,8 @@ def _size(array: Array) -> int:
     return -(-array.elements * array.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class _Use:
-    """`at`: its place in the function, of which a loop has one; `path`: the conditions around it."""
-
-    at: int
-    path: tuple[int, ...]
+_Use = tuple[int, tuple[int, ...]]
+"""A place in the function, of which a loop has one, and the conditions around it."""
 
 
 def _meeting(function: Function) -> set[frozenset[str]]:
@@ -99,14 +95,14 @@ def _meeting(function: Function) -> set[frozenset[str]]:
             elif isinstance(s, For):
                 walk(s.body, path, at)
             elif isinstance(s, (Load, Store)) and s.memory in uses:
-                uses[s.memory].append(_Use(at, path))
+                uses[s.memory].append((at, path))
             elif isinstance(s, Barrier) and s.scope in enough and loop is None:
-                barriers.append(_Use(at, path))
+                barriers.append((at, path))
 
     walk(function.body, (), None)
     found = set()
     for a, b in itertools.combinations(uses, 2):
-        one, other = sorted((uses[a], uses[b]), key=lambda u: min((x.at for x in u), default=0))
+        one, other = sorted((uses[a], uses[b]), key=lambda u: min((at for at, _ in u), default=0))
         if not all(_parted(x, y, barriers) for x in one for y in other):
             found.add(frozenset((a, b)))
     return found
@@ -114,7 +110,5 @@ def _meeting(function: Function) -> set[frozenset[str]]:
 
 def _parted(first: _Use, second: _Use, barriers: list[_Use]) -> bool:
     """Whether whoever comes from one use to the other meets a barrier."""
-    return any(
-        first.at < b.at < second.at and b.path in (first.path[: len(b.path)], second.path[: len(b.path)])
-        for b in barriers
-    )
+    (begin, one), (end, other) = first, second
+    return any(begin < at < end and path in (one[: len(path)], other[: len(path)]) for at, path in barriers)

@@ -1,0 +1,66 @@
+"""A kernel without one of its fragments, and the fragment as a kernel of its own, with a tensor in between.
+
+Both are the kernel itself, traced with a stand-in for the fragment, so that there is no second source. A fragment that
+returns a tile is a prologue, whose own kernel comes first; another one is an epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilewright.tile.dtypes import DType
+from tilewright.tile.ir.tile_ir import Node
+from tilewright.tile.lang.kernel import Fragment, Kernel
+from tilewright.tile.lang.tiles import Tile
+
+
+class StandIn(Fragment):
+    """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment. These
+    two have the fragment's arguments and the view `between`. Once "fused" was traced it knows the rank of that, the
+    narrowest type that loses nothing (None: no call had a tile and its place), and whether it is a prologue."""
+
+    def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
+        super().__init__(piece.function, piece.bound if form == "fused" else {**piece.bound, "between": between})
+        self.form, self.rank = form, 0
+        self.dtype: DType | None = None
+        self.prologue = False
+
+    def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
+        inner, own = super().inlined(handles), self.form == "own"
+        between: Any = handles.get("between")
+
+        def call(t: Any, *given: Any) -> Any:
+            first, effects = len(t._t.nodes), t._t.region.effects
+            before = len(effects)
+            result = inner(t, *given)
+            passed: Any = given[0] if given and result is None else result
+            self.prologue = result is not None
+            if self.form == "fused":
+                if len(given) > 1 and isinstance(passed, Tile):
+                    self.rank, self.dtype = len(given[1]) if isinstance(given[1], tuple) else 1, _narrowest(passed.node)
+                return result
+            if not (own and self.prologue):
+                del effects[before:]
+            if own == self.prologue:
+                t.store(between[given[1]], passed.to(between.dtype))
+            else:
+                passed = t.load(between[given[1]]).to(passed.dtype)
+            if own and not self.prologue:
+                inner(t, passed, *given[1:])
+            if own:
+                t._t.only.append(range(first, len(t._t.nodes)))
+            return passed if self.prologue else None
+
+        return call
+
+
+def _narrowest(node: Node) -> DType:
+    source = node.args[0].dtype if node.op == "cast" else node.dtype
+    return source if source.itemsize < node.dtype.itemsize and source.floating else node.dtype
+
+
+def apart(kernel: Kernel, place: str, form: str, between: Any = ...) -> Kernel:
+    """One of the two ("own" or "rest"), which takes what the kernel takes; or the kernel as it is ("fused")."""
+    piece = kernel.pieces()[place]
+    return kernel if form == "fused" or piece is None else kernel.bind(**{place: StandIn(piece, form, between)})
