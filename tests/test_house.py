@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "tilewright"
 FILES = sorted(SRC.rglob("*.py"))
 LONGEST = 400
+TILE_LINES = 8500
+"""Of the tile compiler in all: it is to be read by one person."""
 ENVIRONMENT = {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CHECK", "TILEWRIGHT_CACHE_DIR"}
 
 
@@ -23,6 +25,11 @@ def _name(path: Path) -> str:
 def test_file_is_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= LONGEST, f"{lines} lines; split it by what it is about"
+
+
+def test_tile_compiler_keeps_its_size() -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (SRC / "tile").rglob("*.py"))
+    assert lines <= TILE_LINES, f"{lines} lines"
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

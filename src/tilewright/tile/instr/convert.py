@@ -59,8 +59,7 @@ FLOATS = (
     Record("float32_of_bfloat16", _OF_BF16 + """
   u32v r; asm("vpmovzxwd %1, %0" : "=v"(r) : "vm"(x)); return (f32v)(r << 16); }""", AVX2),
     Record("float32_of_bfloat16", _OF_BF16 + " return (f32v)(__builtin_convertvector(x, u32v) << 16); }"),
-    *_half(F16C | AVX512, 16),
-    *_half(F16C, 8),
+    *_half(F16C | AVX512, 16), *_half(F16C, 8),
     Record("float16_of_float32", """static inline u16 float16_of_float32(f32 x) {
   return __builtin_bit_cast(u16, (_Float16)x); }
 static inline u16v float16_of_float32(f32v x) {
