@@ -20,7 +20,8 @@ START, END = "<!-- results -->", "<!-- /results -->"
 NOTHING = "No measurements are committed yet."
 LEGEND = (
     "Kernel time: CUDA-graph replay, inputs rotated so that they come from memory; ± is the interquartile range. "
-    "Of copy: fewest bytes over time over the measured copy rate. Peer: the fastest rival in the same process; its "
+    "Of copy: fewest bytes over time over the measured copy rate, or operations over the matrix rate where these take "
+    "longer (attention, linear). Peer: the fastest rival in the same process; its "
     "time over ours with the 95 % interval, so above 1 is faster than the peer."
 )
 

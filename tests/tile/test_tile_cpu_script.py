@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,8 @@ def script() -> ModuleType:
     return module
 
 
-def busy(seconds: float, calls: list[float]) -> Callable[[], None]:
+def busy(seconds: float) -> Callable[[], None]:
     def run() -> None:
-        calls.append(seconds)
         end = time.thread_time() + seconds
         while time.thread_time() < end:
             pass
@@ -38,16 +38,24 @@ def busy(seconds: float, calls: list[float]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("rival", "again"), [(0.008, False), (0.0005, True)])
-def test_a_ratio_below_one_is_measured_again_for_longer(script: ModuleType, rival: float, again: bool) -> None:
-    calls: list[float] = []
-    runs = [busy(0.002, calls), busy(0.002, calls), *(busy(rival, calls) for _ in range(3))]
+def test_a_ratio_below_one_is_measured_again_for_longer(
+    script: ModuleType, rival: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    compared = script.compared
+
+    def watched(runs: Any, seconds: float) -> Any:
+        asked.append(seconds)
+        return compared(runs, seconds)
+
+    monkeypatch.setattr(script, "compared", watched)
+    runs = [busy(0.002), busy(0.002), *(busy(rival) for _ in range(3))]
     found = script.settled(runs, 0.05)
     assert ("first" in found) == again
     assert (found["given"] < 1) == again and found["tile_us"] >= 2000
+    assert asked == [0.05, 0.05 * script.LONGER][: 1 + again]
     if again:
         assert set(found["first"]) == {"given", "fresh", "eager", "faults"}
-        rounds = len(calls) / len(runs)
-        assert rounds * sum((0.002, 0.002, *[rival] * 3)) > 0.05 * (1 + script.LONGER)  # each a warm-up beside
 
 
 def test_so_is_one_whose_memory_was_new(script: ModuleType) -> None:

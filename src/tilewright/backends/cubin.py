@@ -109,6 +109,8 @@ class Driver:
     def tensor_map(self, wanted: TensorMap) -> ctypes.Array[Any]:
         """A descriptor of `wanted`, at the address 0 until it is placed."""
         facts, axes = wanted.facts, len(wanted.shape)
+        if facts.dtype not in ELEMENTS or wanted.swizzle not in SWIZZLES:
+            raise TypeError(f"{facts.name}: no descriptor of {facts.dtype} with a swizzle of {wanted.swizzle} bytes")
         size = facts.dtype.itemsize
         steps = [16 if n == 1 else s * size for n, s in zip(wanted.shape, wanted.stride, strict=True)]
         room = (c_uint64 * (2 * MAP_WORDS))()

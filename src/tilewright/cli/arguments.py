@@ -13,7 +13,10 @@ Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops; a
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output; everything else goes to standard error.")]
 Backends = Annotated[str, typer.Option("--backends", help="Backends, separated by commas; all by default.")]
 DeviceName = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:1; by default the GPU if there is one.")]
-Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Rows by columns, as 8192x4096; may be repeated.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="Rows by columns, as 8192x4096, or all sizes of the op; may be repeated."),
+]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="bfloat16 (or bf16), float16, float32; repeatable.")]
 Workloads = Annotated[list[str] | None, typer.Option("--workload", help="Part of a workload's name; may be repeated.")]
 
@@ -30,12 +33,34 @@ def shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise InvalidArgument("command line", "--shape", f"{text!r}", "needs sizes joined by x, as 8192x4096")
+        raise InvalidArgument(
+            "command line", "--shape", f"{text!r}", "needs sizes of 1 and more joined by x, as 8192x4096"
+        )
     return sizes
 
 
-def shapes(texts: Sequence[str] | None) -> list[tuple[int, ...]]:
-    return [shape(text) for text in texts or ()]
+def shapes(texts: Sequence[str] | None, ops: Sequence[str] | None) -> list[tuple[int, ...]]:
+    """As each of `ops` takes them."""
+    from tilewright.core import registry
+
+    found = [shape(text) for text in texts or ()]
+    for name in ops or ():
+        for sizes in found:
+            check_shape(registry.find(name), sizes)
+    return found
+
+
+def check_shape(op: Any, sizes: tuple[int, ...]) -> None:
+    """An op with named sizes takes two numbers or all: what is between would be taken for leading dimensions."""
+    named = list(op.probes.sizes)
+    if not named or len(sizes) in (2, 2 + len(named)):
+        return
+    usual = next((w.shape for w in op.workloads), None)
+    example = f", as {'x'.join(map(str, usual))}" if usual else ""
+    raise InvalidArgument(
+        "command line", "--shape", f"{len(sizes)} sizes",
+        f"{op.name} takes M and C, or these and {', '.join(named)}: {2 + len(named)} sizes{example}",
+    )  # fmt: skip
 
 
 def dtypes(texts: Sequence[str] | None) -> list[Any]:

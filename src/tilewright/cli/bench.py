@@ -39,7 +39,7 @@ def command(
             found = bench(
                 ops or (),
                 workloads=workload or (),
-                shapes=arguments.shapes(shape),
+                shapes=arguments.shapes(shape, ops),
                 dtypes=arguments.dtypes(dtype),
                 backends=arguments.words(backends),
                 passes=wanted,

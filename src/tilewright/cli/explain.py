@@ -15,7 +15,7 @@ from tilewright.cli.output import json_only, stdout
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op's name; gelu_ for gelu in place.")],
     shape: Annotated[
-        str, typer.Option("--shape", help="Rows by columns, as 8192x4096; by default the op's first workload.")
+        str, typer.Option("--shape", help="Rows by columns, or all sizes of the op; by default its first workload.")
     ] = "",
     dtype: Annotated[
         str, typer.Option("--dtype", help="bfloat16, float16, float32; by default the workload's, else bfloat16.")
@@ -41,6 +41,7 @@ def command(
         absent = arguments.words(without) if without else list(known.probes.absent[0])
         usual = next(iter(known.workloads), None) if not shape else None
         size = usual.shape if usual else arguments.shape(shape or "8192x4096")
+        arguments.check_shape(known, size)
         kind = usual.dtype if usual and not dtype else arguments.dtype(dtype or "bfloat16")
         chosen = arguments.options(known, option, usual.options if usual else {})
         call = make_call(known, size, kind, machine(device), options=chosen, absent=absent, saving=grad)

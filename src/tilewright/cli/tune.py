@@ -32,7 +32,7 @@ def command(
         from tilewright.tune.engine import tune
 
         chosen = _with_gradients(ops) if ops else None
-        shapes = arguments.shapes(shape) or None
+        shapes = arguments.shapes(shape, chosen) or None
         dtypes = arguments.dtypes(dtype) or None
         calls = _of_workloads(chosen, workload, dtypes, device) if workload and not shapes else None
         with Bar() as bar:
@@ -77,7 +77,6 @@ def _of_workloads(names: Sequence[str] | None, workloads: Sequence[str], dtypes:
 
 
 def _print(report: Any) -> None:
-    from tilewright.tune import others
 
     table = Table(title=f"tuned on {report.device}", title_justify="left", box=None, pad_edge=False)
     for name in ("op", "shape", "dtype", "eager takes", "call us", "captured takes", "kernel us", "pairs timed"):
@@ -95,9 +94,5 @@ def _print(report: Any) -> None:
         cells.append(f"{c.timed} now" if c.timed else f"{c.kept} before")
         table.add_row(*cells)
     stdout().print(table)
-    disturbed = [c.busy for c in report.classes if c.busy > others.LIMIT]
-    if disturbed:
-        stdout().print(
-            f"rough: while {len(disturbed)} of {len(report.classes)} were measured, other processes took up to "
-            f"{max(disturbed):.0%} of the CPUs; the next `tilewright tune` measures them again"
-        )
+    if report.rough:
+        stdout().print(report.rough)

@@ -41,6 +41,6 @@ def _row(candidate: Candidate, chosen: bool, arch: str) -> list[str]:
         name,
         str(candidate.config or ""),
         f"{time.call_us:.1f} us call" if time and time.call_us is not None else "",
-        f"{time.kernel_us:.1f} us kernel" if time else "",
+        f"{time.kernel_us:.1f} us kernel{', rough' if time.busy else ''}" if time else "",
         standing,
     ]

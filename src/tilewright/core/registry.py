@@ -197,10 +197,10 @@ def check_pin(name: str, op: Op[Any] | None = None, what: str = "backend") -> No
     Raises:
         UnknownName: with the names that would do.
     """
-    if name not in _backends:
+    if name not in backend_names():
         own = None if op is None else op.functional.name
         owners = [o.name for o in ops()] if own is None else [own, *(o.name for o in served_by(own))]
-        labelled = {kernel.pin: None for owner in owners for kernel in kernels_of(owner) if kernel.label}
+        labelled = list(dict.fromkeys(kernel.pin for owner in owners for kernel in kernels_of(owner) if kernel.label))
         if name not in labelled:
             raise UnknownName(what, name, [*_backends, *labelled])
 

@@ -216,6 +216,8 @@ class _Demo:
         kept = sum(c.kept for c in report.classes)
         seconds = time.perf_counter() - start
         self.say(f"timed {timed} (kernel, config) pairs, {kept} known from before, in {seconds:.0f} s")
+        if report.rough:
+            self.say(report.rough)
         for failure in report.failures:
             self.say(f"  out: {failure.kernel} {failure.config}: {failure.kind}: {failure.reason}")
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from tilewright.core.times import Metric
+from tilewright.tune.others import LIMIT
 
 Stage = Literal["compile", "prove", "time"]
 
@@ -77,6 +78,17 @@ class Report:
     @property
     def failures(self) -> list[PairFailure]:
         return [failure for found in self.classes for failure in found.failures]
+
+    @property
+    def rough(self) -> str:
+        """What to say where other processes took CPUs meanwhile, or ""."""
+        disturbed = [c.busy for c in self.classes if c.busy > LIMIT]
+        if not disturbed:
+            return ""
+        return (
+            f"rough: while {len(disturbed)} of {len(self.classes)} were measured, other processes took up to "
+            f"{max(disturbed):.0%} of the CPUs; the next `tilewright tune` measures them again"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
