@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tilewright.core.call import Call
+from tilewright.core.call import DTYPE_NAMES, Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
 from tilewright.core.reason import Reason
@@ -53,6 +53,12 @@ def _few_keys(call: Call) -> Iterable[Reason]:
         yield Reason("window_left", f"{call.window_left}; takes none")
     if call.prefix_rows > 0:
         yield Reason("prefix_rows", f"{call.prefix_rows}; takes none")
+
+
+def _narrow_lengths(call: Call) -> Iterable[Reason]:
+    """The source reads lengths as C's int."""
+    if call.has("kv_len") and call.kv_len.dtype != torch.int32:
+        yield Reason("kv_len", f"dtype {DTYPE_NAMES[call.kv_len.dtype]}; takes int32", "kv_len.int() would do")
 
 
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
@@ -156,7 +162,14 @@ CUDA_KERNELS = [
         Capability(
             (cuda(90, 90),),
             HALVES,
-            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, cuda_configs.every_key),
+            limits=(
+                _READ,
+                configs.head_dims,
+                configs.countable,
+                configs.for_hopper,
+                cuda_configs.every_key,
+                _narrow_lengths,
+            ),
             emulated=False,
         ),
         cuda_configs.full_configs,
