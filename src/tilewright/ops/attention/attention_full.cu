@@ -340,7 +340,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_full(
     };
 
     if (blocks == 0) {
-        if constexpr (PARTS > 1) cluster_arrive();
+        if constexpr (PARTS > 1) {
+            if constexpr (BESIDE) copies_wait();  // of queries that nobody reads: the other part is to write there
+            cluster_arrive();
+        }
     } else {
         barrier_wait(q_full + warpgroup * 8, 0);
         arrived(0);

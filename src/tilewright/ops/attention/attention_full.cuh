@@ -94,6 +94,8 @@ __device__ __forceinline__ void copies_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- tiles and products -----------------------------------------------------------------------------------------
 
 // A tile lies in panels of 128 bytes a row, whose units of 16 bytes are exchanged by the row (the swizzle of 128 bytes).
