@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "tilewright"
 FILES = sorted(SRC.rglob("*.py"))
 LONGEST = 400
-TILE_LINES = 8500
+TILE_LINES = 8600
 """Of the tile compiler in all: it is to be read by one person."""
 ENVIRONMENT = {"TILEWRIGHT_BACKEND", "TILEWRIGHT_CHECK", "TILEWRIGHT_CACHE_DIR"}
 
