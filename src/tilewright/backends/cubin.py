@@ -51,11 +51,14 @@ class LaunchError(TilewrightError, RuntimeError):
     def __init__(self, doing: str, code: int, name: str = "", text: str = "", launched: int = 0) -> None:
         self.code, self.name, self.launched = code, name, launched
         self.sticky = code in STICKY
-        self.out_of_memory = code == OUT_OF_MEMORY
         words = f"{doing}: {name or f'CUDA error {code}'}" + (f" ({text})" if text else "")
         if self.sticky:
             words += "; the CUDA context of this process is lost, and an earlier kernel may be the cause"
         super().__init__(words)
+
+
+class LaunchOutOfMemory(LaunchError, torch.OutOfMemoryError):
+    """The driver had no memory for a kernel: as where torch runs out, that says nothing of the kernel."""
 
 
 # The driver -------------------------------------------------------------------------------------------------------
@@ -92,7 +95,8 @@ class Driver:
             name, text = c_char_p(), c_char_p()
             self.library.cuGetErrorName(code, byref(name))
             self.library.cuGetErrorString(code, byref(text))
-            raise LaunchError(doing, code, (name.value or b"").decode(), (text.value or b"").decode(), launched)
+            kind = LaunchOutOfMemory if code == OUT_OF_MEMORY else LaunchError
+            raise kind(doing, code, (name.value or b"").decode(), (text.value or b"").decode(), launched)
 
     def context(self, index: int) -> c_void_p:
         """The primary context of device `index`, the one that torch uses too; retained for the life of the process."""
