@@ -45,6 +45,14 @@ def wrong_saving(x: Any, weight: Any, *, saving: bool, **options: Any) -> list[A
     return [found[0] * 1.25, *found[1:]] if saving else found
 
 
+def once_wrong_then_no_memory(x: Any, weight: Any, *, saving: bool, **options: Any) -> list[Any]:
+    runs.append(saving)
+    if len(runs) > 2:
+        raise torch.OutOfMemoryError("of 1 GiB")
+    found = right({"x": x, "weight": weight}, saving, options)
+    return [found[0] * 1.25, *found[1:]]
+
+
 def no_memory(x: Any, weight: Any, *, saving: bool, **options: Any) -> list[Any]:
     raise LaunchOutOfMemory("loading kernel k", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -92,3 +100,17 @@ def test_a_launcher_without_memory_says_nothing_of_the_kernel(
     candidate = next(c for c in found.candidates if c.kernel is kernel)
     assert evidence.broken(kernel, candidate.kernel.configs_for(found.call)[0], CPU.arch) is None
     assert issubclass(LaunchOutOfMemory, LaunchError) and issubclass(LaunchOutOfMemory, torch.OutOfMemoryError)
+
+
+def test_memory_that_is_gone_when_a_wrong_result_is_looked_at_again_is_no_verdict() -> None:
+    runs.clear()
+    name = "once_wrong_then_no_memory"
+    kernel = Kernel("rms_norm", "vendor", f"{__name__}:{name}", label=name, origin="test", preference=-20)
+    registry.add_kernels([kernel])
+    try:
+        x, weight = torch.randn(3, 47), torch.ones(47)
+        torch.testing.assert_close(tw.rms_norm(x, weight), OP.reference(x, weight))
+        assert len(runs) > 2 and "not verified: out of memory" in str(tw.explain(tw.rms_norm, x, weight))
+        assert not evidence.against(kernel, CPU.arch)
+    finally:
+        registry.remove_kernel(kernel)
