@@ -23,16 +23,19 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tile_gpu_cases import KINDS, SHAPES, Case, check, random_case, random_schedule
 from tilewright.tile.errors import TileError
-from tilewright.tile.oracle import generate
 from tilewright.tile.runtime import cuda, nvrtc
 from tilewright.tile.runtime.arguments import pack
 from tilewright.tile.schedule import Schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tile"))
+import random_programs as generate
 
 Tensor = torch.Tensor
 HANG = 10.0

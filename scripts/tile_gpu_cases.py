@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from tilewright.ops.tile_rows import accuracy
 from tilewright.tile import ViewType
 from tilewright.tile.dtypes import DType
 from tilewright.tile.lang.library import softmax
-from tilewright.tile.oracle import generate
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.runtime import cuda
 from tilewright.tile.runtime.arguments import Memory, memory_of, pack
 from tilewright.tile.schedule import Schedule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tile"))
+import random_programs as generate
 
 Tensor = torch.Tensor
 SHAPES = ((8192, 4096), (32768, 1024), (4096, 8192), (2048, 16384), (64, 1000))

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +29,6 @@ from tilewright.tile import TileError
 from tilewright.tile.dtypes import DType
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle import emulator
-from tilewright.tile.oracle.generate import Sample, sample
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.render.cpu import lanes_of
 from tilewright.tile.runtime import cpu
@@ -38,6 +38,9 @@ from tilewright.tile.runtime.target import need_compiler, this_cpu
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.sync import barriers
 from tilewright.tile.sync.shared import arrange
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tile"))
+from random_programs import Sample, sample
 
 BATCH = 25
 """Programs a run of the C++ compiler."""

@@ -101,13 +101,15 @@ def test_views(hopper: None, width: int) -> None:
 
 def _call(
     rows: int, keys: int, heads: tuple[int, int], widths: tuple[int, int], k_stride: tuple[int, ...] | None = None,
-    **options: Any,
+    lengths: torch.dtype | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     (width, v_width), (count, groups) = widths, heads
     shapes = {"q": (2, rows, count, width), "k": (2, keys, groups, width), "v": (2, keys, groups, v_width)}
     facts = {n: TensorFacts.dense(n, s, torch.bfloat16) for n, s in shapes.items()}
     if k_stride:
         facts["k"] = TensorFacts("k", shapes["k"], k_stride, torch.bfloat16)
+    if lengths:
+        facts["kv_len"] = TensorFacts.dense("kv_len", (2,), lengths)
     given = {n: facts.get(n) for n in OP.tensors}
     return OP.call(given, {**OP.usual, **options}, target_device("sm_90"), saving=False, deterministic=False)
 
@@ -127,6 +129,14 @@ def test_configs_fit(widths: tuple[int, int]) -> None:
                     assert config.slots // 2 * config.n * config.parts >= keys
 
 
+def test_a_part_without_keys_has_nothing_under_way() -> None:
+    """Columns that threads bring are waited for with the keys; a part that has none would end before they are there."""
+    for width in (72, 80):
+        found = KERNEL.configs_for(_call(64, 200, (2, 2), (width, width)))
+        assert found and all(config.parts == 1 for config in found if config.at_once)
+    assert any(c.at_once and c.parts == 2 for c in KERNEL.configs_for(_call(64, 200, (2, 2), (64, 64))))
+
+
 def test_what_it_leaves_to_others() -> None:
     def reasons(call: Any) -> set[str]:
         return {reason.argument for reason in KERNEL.capability.reasons(call)}
@@ -139,3 +149,5 @@ def test_what_it_leaves_to_others() -> None:
     assert reasons(_call(300, 0, (4, 2), (64, 64))) == {"k"}
     assert reasons(_call(*sizes, k_stride=(0, 128, 64, 1))) == {"k"}
     assert reasons(_call(300, 256, (4, 2), (68, 64))) == {"q", "k"}
+    assert not reasons(_call(*sizes, lengths=torch.int32))
+    assert reasons(_call(*sizes, lengths=torch.int64)) == {"kv_len"}

@@ -358,16 +358,20 @@ def test_descriptors_are_made_once_and_told_each_address(host: ctypes.CDLL) -> N
         words[1] = len(made)
         return words
 
-    def refuse(code: int) -> None:
-        raise cubin.LaunchError("placing", code)
+    def recover(code: int, map: Any, address: Any) -> None:
+        if code != cubin.INVALID_CONTEXT:
+            raise cubin.LaunchError("placing", code)
+        assert host.place(map, address) == 0
 
     launch = Launch(None, (1, 1, 1), {"out": out, "x_map": maps["x"], "y_map": maps["y"]})
     parameters = (Parameter("pointer", "out"), Parameter("map", "x_map"), Parameter("map", "y_map"))
     step = enqueue.bind(Artifact(b"", "described", parameters, (1, 1, 1)), launch, {"x": 0, "y": 1, "out": 2})
     functions = [_function(host, "described")] * 2
-    sources = enqueue.Maps(make, host.place, refuse)
+    sources = enqueue.Maps(make, host.place, recover)
     run = enqueue.enqueuer([step, step], functions, host.launch, lambda i: 0, _never, 0, sources)
-    for _ in range(2):
+    assert made == ["x", "y"]
+    for fails in (0, cubin.INVALID_CONTEXT):
+        host.set_failure(fails)
         tensors = [torch.zeros(4, 64, dtype=torch.bfloat16) for _ in range(2)]
         found = torch.full((8,), -1, dtype=torch.int64)
         run([*tensors, found])
@@ -378,6 +382,19 @@ def test_descriptors_are_made_once_and_told_each_address(host: ctypes.CDLL) -> N
         run([*tensors, found])
     with pytest.raises(TypeError, match="descriptors"):
         enqueue.enqueuer([step], functions[:1], host.launch, lambda i: 0, _never, 0)
+
+
+def test_descriptors_that_the_driver_refuses_are_known_before_the_first_call(host: ctypes.CDLL) -> None:
+    """While the plan is made another kernel may still be taken; a call has none to go to."""
+    x = TensorFacts.dense("x", (4, 64), torch.bfloat16)
+    launch = Launch(None, (1, 1, 1), {"x_map": TensorMap(x, (4, 64), (64, 1), (2, 64), 128)})
+    step = enqueue.bind(Artifact(b"", "k", (Parameter("map", "x_map"),), (1, 1, 1)), launch, {"x": 0})
+
+    def make(wanted: TensorMap) -> ctypes.Array[Any]:
+        raise cubin.LaunchError("a descriptor", 1)
+
+    with pytest.raises(cubin.LaunchError, match="a descriptor"):
+        enqueue.enqueuer([step], [None], host.launch, lambda i: 0, _never, 0, enqueue.Maps(make, host.place, _never))
 
 
 def test_threads_never_share_a_frame(host: ctypes.CDLL) -> None:

@@ -338,12 +338,13 @@ def test_a_long_cell_of_a_piped_table_is_neither_cut_nor_what_others_are_padded_
     long, wide = "reason " * 60 + "end", "w" * 150
     table = Table("why", "kernel", title="not run", box=None)
     table.add_column("cases", justify="right")
-    for row in ((long, "a", "1"), ("short", wide, "22"), ("[red]b[/red]", "c", "333")):
+    for row in ((long, "a", "1"), ("short", wide, "22"), ("[red]b[/red]", "c", "333"), ("two\nlines", "d", "4")):
         table.add_row(*row)
     output.stdout().print(table)
     title, head, *lines = capsys.readouterr().out.splitlines()
     assert title == "not run" and head.split() == ["why", "kernel", "cases"]
     assert lines[0].split() == [*long.split(), "a", "1"]
     assert lines[1].split() == ["short", wide, "22"] and lines[2].split() == ["b", "c", "333"]
+    assert lines[3].split() == ["two", "lines", "d", "4"]
     assert lines[1].index(wide) == lines[2].index("c") and len(lines[2]) <= output.PADDED
     assert not any(line.endswith(" ") for line in (head, *lines))

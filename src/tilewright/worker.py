@@ -61,8 +61,7 @@ def answer(request: Json) -> Json:
         _timing.clear()
         return {"error": _words(error), "memory": True}
     except Exception as error:  # noqa: BLE001  a kernel may raise anything: it is its reason, and the next request is served
-        memory = bool(getattr(error, "out_of_memory", False))  # as the launcher names it
-        return {"error": _words(error), "memory": memory, "lost": _device_lost()}
+        return {"error": _words(error), "memory": False, "lost": _device_lost()}
 
 
 def _words(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_programs as generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tile_runs import F32, FEATURES, QUICK, QUICKEST, compiled_run, copy_of, one_row, order, row, same
@@ -18,7 +19,6 @@ from tilewright.tile.ir import thread_verify
 from tilewright.tile.ir.thread_ir import For, Load, Store
 from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lower.kernel import lower
-from tilewright.tile.oracle import generate
 from tilewright.tile.oracle.interpreter import run
 from tilewright.tile.render import cpu as render
 from tilewright.tile.runtime import cpu, target

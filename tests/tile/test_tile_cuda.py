@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_programs as generate
 from test_tile_threads import _program
 from tile_runs import F32
 
@@ -15,7 +16,6 @@ from tilewright import tile
 from tilewright.tile import ViewType
 from tilewright.tile.errors import CompilerError, LowerError, TileError
 from tilewright.tile.lang.library import softmax
-from tilewright.tile.oracle import generate
 from tilewright.tile.runtime import cuda, nvrtc
 from tilewright.tile.runtime.arguments import Memory, alignment
 from tilewright.tile.schedule import Schedule, default

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_programs as generate
 from tile_runs import copy_of, same
 from tile_threads import SHARED, TID, B, F, N, at
 
@@ -26,7 +27,6 @@ from tilewright.tile.ir.thread_ir import (
     Type,
 )
 from tilewright.tile.lower.kernel import lower
-from tilewright.tile.oracle import generate
 from tilewright.tile.oracle.emulator import run
 from tilewright.tile.oracle.interpreter import Order
 from tilewright.tile.oracle.interpreter import run as interpret

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from tilewright.core.call import Call
 from tilewright.core.errors import TilewrightError
 from tilewright.core.launch import Launch, TensorMap, scratches
 from tilewright.core.reason import Reason
+
+T = TypeVar("T")
 
 LIBRARY = "libcuda.so.1"
 MAX_MODULES = 1024
@@ -49,11 +51,14 @@ class LaunchError(TilewrightError, RuntimeError):
     def __init__(self, doing: str, code: int, name: str = "", text: str = "", launched: int = 0) -> None:
         self.code, self.name, self.launched = code, name, launched
         self.sticky = code in STICKY
-        self.out_of_memory = code == OUT_OF_MEMORY
         words = f"{doing}: {name or f'CUDA error {code}'}" + (f" ({text})" if text else "")
         if self.sticky:
             words += "; the CUDA context of this process is lost, and an earlier kernel may be the cause"
         super().__init__(words)
+
+
+class LaunchOutOfMemory(LaunchError, torch.OutOfMemoryError):
+    """The driver had no memory for a kernel: as where torch runs out, that says nothing of the kernel."""
 
 
 # The driver -------------------------------------------------------------------------------------------------------
@@ -90,7 +95,8 @@ class Driver:
             name, text = c_char_p(), c_char_p()
             self.library.cuGetErrorName(code, byref(name))
             self.library.cuGetErrorString(code, byref(text))
-            raise LaunchError(doing, code, (name.value or b"").decode(), (text.value or b"").decode(), launched)
+            kind = LaunchOutOfMemory if code == OUT_OF_MEMORY else LaunchError
+            raise kind(doing, code, (name.value or b"").decode(), (text.value or b"").decode(), launched)
 
     def context(self, index: int) -> c_void_p:
         """The primary context of device `index`, the one that torch uses too; retained for the life of the process."""
@@ -105,6 +111,14 @@ class Driver:
     def enter(self, index: int) -> None:
         """Make the primary context of device `index` current in this thread, for good."""
         self.check(f"entering device {index}", self.library.cuCtxSetCurrent(self.context(index)))
+
+    def inside(self, index: int, work: Callable[[], T]) -> T:
+        """What `work` returns, done in the context of device `index`, whichever this thread is in."""
+        self.check("cuCtxPushCurrent", self.library.cuCtxPushCurrent_v2(self.context(index)))
+        try:
+            return work()
+        finally:
+            self.library.cuCtxPopCurrent_v2(byref(c_void_p()))
 
     def tensor_map(self, wanted: TensorMap) -> ctypes.Array[Any]:
         """A descriptor of `wanted`, at the address 0 until it is placed."""
@@ -123,13 +137,17 @@ class Driver:
         self.check(f"a descriptor of {facts.name} {wanted.shape} for boxes {wanted.box}", code)
         return made
 
-    @property
-    def maps(self) -> Maps:
-        return Maps(
-            self.tensor_map,
-            getattr(self.library, "cuTensorMapReplaceAddress", None),  # drivers before CUDA 12
-            lambda code: self.check("placing a descriptor", code),
-        )
+    def maps(self, index: int) -> Maps:
+        """Of device `index`, also in threads that have not used CUDA yet."""
+        place: Any = getattr(self.library, "cuTensorMapReplaceAddress", None)  # drivers before CUDA 12
+
+        def recover(code: int, made: Any, address: Any) -> None:
+            if code == INVALID_CONTEXT:
+                self.enter(index)
+                code = place(made, address)
+            self.check("placing a descriptor", code)
+
+        return Maps(lambda wanted: self.inside(index, lambda: self.tensor_map(wanted)), place, recover)
 
 
 @cache
@@ -145,7 +163,7 @@ class LoadedKernel:
         self.runners: weakref.WeakSet[CubinRunner] = weakref.WeakSet()
         self.module, self.function = c_void_p(), c_void_p()
         cuda = driver()
-        self._inside(lambda: self._load(cuda, artifact))
+        cuda.inside(index, lambda: self._load(cuda, artifact))
 
     def _load(self, cuda: Driver, artifact: Artifact) -> None:
         doing, library = f"loading kernel {self.symbol}", cuda.library
@@ -191,15 +209,8 @@ class LoadedKernel:
 
     def unload(self) -> None:
         cuda = driver()
-        self._inside(lambda: cuda.check(f"unloading {self.symbol}", cuda.library.cuModuleUnload(self.module)))
-
-    def _inside(self, work: Callable[[], None]) -> None:
-        cuda, old = driver(), c_void_p()
-        cuda.check("cuCtxPushCurrent", cuda.library.cuCtxPushCurrent_v2(cuda.context(self.index)))
-        try:
-            work()
-        finally:
-            cuda.library.cuCtxPopCurrent_v2(byref(old))
+        doing = f"unloading {self.symbol}"
+        cuda.inside(self.index, lambda: cuda.check(doing, cuda.library.cuModuleUnload(self.module)))
 
 
 _loaded: dict[tuple[Any, ...], LoadedKernel] = {}
@@ -246,7 +257,8 @@ class CubinRunner(Runner):
         self._launch = driver().library.cuLaunchKernelEx
         self._functions = [kernel.function for kernel in self.kernels]
         stream = torch._C._cuda_getCurrentRawStream
-        run = enqueuer(self.steps, self._functions, self._launch, stream, self._recover, self.index, driver().maps)
+        maps = driver().maps(self.index)
+        run = enqueuer(self.steps, self._functions, self._launch, stream, self._recover, self.index, maps)
         # With one GPU in the process there is no other device to be in, and asking costs as much as two pointers.
         self.run = run if torch.cuda.device_count() == 1 else _entering(run, self.index)
 

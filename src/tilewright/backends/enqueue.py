@@ -109,12 +109,12 @@ def _constant(symbol: str, name: str, kind: str, value: int | float | bool) -> c
 
 @dataclass(frozen=True)
 class Maps:
-    """Who makes descriptors: `made` for no address yet, `place(map, address)` for one, `refuse` where that has failed
-    with a code."""
+    """Who makes descriptors: `made` for no address yet, `place(map, address)` for one, `recover(code, map, address)`
+    where that has failed with a code."""
 
     made: Callable[[TensorMap], ctypes.Array[Any]]
     place: Any
-    refuse: Callable[[int], None]
+    recover: Callable[[int, Any, Any], None]
 
 
 def enqueuer(
@@ -135,7 +135,8 @@ def enqueuer(
 
     A frame holds one call's parameters: address words shared by all steps, and a config and a parameter array for each.
     Threads never share one: `list.pop` and `list.append` are atomic, and an empty list makes a new frame. The driver
-    copies the parameters before a launch returns. Descriptors lie in the frame too, and are told each call's addresses.
+    copies the parameters before a launch returns. Descriptors lie in the frame too, and are told each call's addresses;
+    with them the first frame is made at once: what the driver refuses of them is known before the first call.
     """
     located = list(dict.fromkeys(slot for step in steps for slot in step.slots if isinstance(slot, Located)))
     if located and maps is None:
@@ -182,8 +183,9 @@ def enqueuer(
     if used:
         lines.append("    pack(words, 0, " + ", ".join(f"buffers[{p}].data_ptr()" for p in used) + ")")
     for i, slot in enumerate(located):
-        lines.append(f"    if code := place(map{i}, address(buffers[{slot.position}].data_ptr())):")
-        lines.append("        refuse(code)")
+        lines.append(f"    at = address(buffers[{slot.position}].data_ptr())")
+        lines.append(f"    if code := place(map{i}, at):")
+        lines.append(f"        again(code, map{i}, at)")
     for i in numbers:
         lines.append(f"    if code := launch(config{i}, function{i}, params{i}, None):")
         lines.append(f"        recover({i}, code, config{i}, params{i})")
@@ -197,7 +199,7 @@ def enqueuer(
         "launch": launch,
         "recover": recover,
         "place": maps and maps.place,
-        "refuse": maps and maps.refuse,
+        "again": maps and maps.recover,
         "address": c_void_p,
         **{f"function{i}": functions[i] for i in numbers},
     }
@@ -205,6 +207,8 @@ def enqueuer(
     source = f"def make({', '.join(space)}):\n    " + "\n    ".join(lines) + "\n    return enqueue\n"
     scope: dict[str, Any] = {}
     exec(compile(source, "<tilewright launch>", "exec"), scope)
+    if located:
+        free.append(new())
     return scope["make"](**space)  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,10 @@ class Piped(Console):
 
 
 def _lines(table: Table) -> Group:
-    texts = [[Text.from_markup(str(cell)).plain for cell in (c.header, *c.cells)] for c in table.columns]
+    texts = [
+        [" ".join(Text.from_markup(str(cell)).plain.splitlines()) for cell in (c.header, *c.cells)]
+        for c in table.columns
+    ]
     sides = [str.rjust if column.justify == "right" else str.ljust for column in table.columns]
     widths = [max(map(len, column)) for column in texts]
     widths[-1] *= sides[-1] is str.rjust

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.tile.analysis.parting import problem
 from tilewright.tile.cost import H200, Gpu, Grid, estimate
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import LowerError, TileError
@@ -63,7 +64,8 @@ def decide(
         between: what the tensor in between would be rounded to; without it, the narrowest type that loses nothing.
 
     Raises:
-        TileError: no fragment is bound there, or the kernel does not call it.
+        TileError: no fragment is bound there, the kernel does not call it, or what it passes cannot wait in a tensor:
+            of several values a place, or with memory in between that both kernels touch.
         LowerError: the two kernels cannot be expressed, or a loop's length is only known at run time.
     """
     piece, whole = kernel.pieces().get(place), grid_of(kernel.name, grid)
@@ -76,7 +78,10 @@ def decide(
     dtype = between or known.dtype
     types = {**arguments, f"{place}_between": ViewType(dtype, (None,) * known.rank, align=16)}
     programs |= {form: apart(kernel, place, form).trace(types) for form in ("own", "rest")}
-    asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op == "program_id"}
+    first, second = ("own", "rest") if known.prologue else ("rest", "own")
+    if why := problem(programs["fused"], known.calls, programs[first], programs[second]):
+        raise TileError(f"{kernel.name}: what is bound to {place!r} has no form of its own: {why}")
+    asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op in ("program_id", "num_programs")}
     own = grid_of(kernel.name, tuple(n if axis in asked else 1 for axis, n in enumerate(whole)))
     grids = {"fused": whole, "own": own, "rest": whole}
     one, other = (estimate(programs[f], default(programs[f]), grids[f], gpu) for f in ("own", "rest"))
@@ -85,5 +90,5 @@ def decide(
         both = estimate(programs["fused"], default(programs["fused"]), whole, gpu)
         fused, narrowed = both.us, both.narrowest < WIDE <= other.narrowest
     choice = "materialise" if many < fused else "fuse_scalar" if narrowed else "fuse_vector"
-    forms = (["own", "rest"] if known.prologue else ["rest", "own"]) if many < fused else ["fused"]
+    forms = [first, second] if many < fused else ["fused"]
     return Decision(kernel, place, choice, fused, many, dtype, tuple((f, grids[f]) for f in forms))

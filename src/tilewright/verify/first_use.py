@@ -63,13 +63,13 @@ def prove(kernel: Kernel, config: Config, call: Call, *, again: bool = True) -> 
                 options = dict(case.options)
                 truth = truth_of(op, inputs, options, call.saving)
                 outcome = check(kernel, config, op, inputs, options, truth, **how)
+                # only a wrong result that comes again is kept
+                repeat = check(kernel, config, op, inputs, options, truth, **how) if outcome.problems else outcome
             except (torch.OutOfMemoryError, MemoryError) as error:
                 return Verdict(None, count, call.device.arch, evidence.today(), f"out of memory: {error}")
             count += 1
             add_to_pool(pool, outcome)
             if outcome.problems:
-                # only a wrong result that comes again is kept
-                repeat = check(kernel, config, op, inputs, options, truth, **how)
                 script = write_script(kernel, config, case, outcome.problems, where)
                 known = (repeat.problems or outcome.problems)[0]
                 detail = f"{known}; reproduce with {script}"

@@ -25,6 +25,7 @@ from tilewright.verify.numerics import largest_allowed
 from tilewright.verify.script import write_script
 
 _VALUES = re.compile(r"'[^']*'|-?\d+(\.\d+)?")
+WITHOUT = "without gradient"
 Progress = Callable[[str, int, int], None]
 """(what, done, total)"""
 
@@ -195,16 +196,16 @@ def verify_kernel(
             if stop_at_failure:
                 return result
             for config, outcome in failed:
-                if record and not outcome.raised and (config, layout) not in wrong:
-                    again = _checked(kernel, config, op, inputs, call, truth, emulated)
-                    if again is not None and again.problems:
-                        script = write_script(kernel, config, case, outcome.problems, where)
-                        wrong[config, layout] = f"{case}: {again.problems[0]}; reproduce with {script}"
+                if not record or (config, layout) in wrong:
+                    continue
+                for kind, problem in _again(kernel, config, op, inputs, call, truth, emulated, outcome).items():
+                    script = write_script(kernel, config, case, outcome.problems, where)
+                    wrong.setdefault((config, kind), f"{case}: {problem}; reproduce with {script}")
         else:
             result.passed += 1
     for config, pool in pools.items():
         for problem in judge_pool(pool, emulated):
-            verdicts = {of: outcomes for of, outcomes in verdicts.items() if of[0] != config or of in wrong}
+            verdicts = {of: outcomes for of, outcomes in verdicts.items() if of[0] != config}
             result.failed += 1
             result.failures.append({"case": "pool", "config": str(config), "problem": problem, "script": ""})
     if record:
@@ -247,7 +248,7 @@ def _checked(
             plain = check(
                 kernel, config, op, inputs, call.options, truth, saving=False, emulated=emulated, in_place=True
             )
-            outcome.problems += [f"without gradient: {problem}" for problem in plain.problems]
+            outcome.problems += [f"{WITHOUT}: {problem}" for problem in plain.problems]
             outcome.in_place = plain.in_place
         return outcome
     except (torch.OutOfMemoryError, MemoryError):
@@ -261,6 +262,22 @@ def _checked(
         return Outcome(problems=[f"{type(error).__name__}: {said}"], raised=True)
 
 
+def _again(
+    kernel: Kernel, config: Config, op: Op[Any], inputs: Any, call: Call, truth: Truth, emulated: bool, first: Outcome
+) -> dict[str, str]:  # fmt: skip
+    """What is wrong a second time, by layout class: with a gradient and without one may not both be. What raised, or
+    ran out of memory, shows nothing."""
+    found: dict[str, str] = {}
+    layout = layout_class(call, dict(op.options))
+    for kind in dict.fromkeys((layout, layout.replace(" saving", ""))) if not first.raised else ():
+        form = dataclasses.replace(call, saving=call.saving and kind == layout)
+        outcome = _checked(kernel, config, op, inputs, form, truth, emulated)
+        own = [] if outcome is None or outcome.raised else [p for p in outcome.problems if not p.startswith(WITHOUT)]
+        if own:
+            found[kind] = own[0]
+    return found
+
+
 def _record(
     kernel: Kernel,
     arch: str,
@@ -272,12 +289,10 @@ def _record(
     found = {}
     for (config, layout), outcomes in verdicts.items():
         plain = layout.replace(" saving", "")
-        if detail := wrong.get((config, layout)):
-            for kind in (layout, plain):
-                found[config, kind] = Verdict(False, len(outcomes), arch, evidence.today(), detail)
-        elif not any(o.problems for o in outcomes):
+        if not any(o.problems for o in outcomes):
             for kind in (layout, plain):
                 found[config, kind] = Verdict(True, len(outcomes), arch, evidence.today())
             if count := sum(o.in_place for o in outcomes):
                 found[config, f"{plain} in place"] = Verdict(True, count, arch, evidence.today())
+    found |= {of: Verdict(False, 1, arch, evidence.today(), detail) for of, detail in wrong.items()}
     evidence.record_many(kernel, arch, found)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from tilewright.core.call import Call
+from tilewright.core.call import DTYPE_NAMES, Call
 from tilewright.core.capability import Capability, cpu, cuda, hip, unit_stride
 from tilewright.core.kernel import Kernel
+from tilewright.core.launch import Config
 from tilewright.core.reason import Reason
 from tilewright.ops.attention import backward_configs, configs, configs_dense, configs_packed, cuda_configs, vendor
 
@@ -53,6 +54,12 @@ def _few_keys(call: Call) -> Iterable[Reason]:
         yield Reason("window_left", f"{call.window_left}; takes none")
     if call.prefix_rows > 0:
         yield Reason("prefix_rows", f"{call.prefix_rows}; takes none")
+
+
+def _narrow_lengths(call: Call) -> Iterable[Reason]:
+    """The source reads lengths as C's int."""
+    if call.has("kv_len") and call.kv_len.dtype != torch.int32:
+        yield Reason("kv_len", f"dtype {DTYPE_NAMES[call.kv_len.dtype]}; takes int32", "kv_len.int() would do")
 
 
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
@@ -148,6 +155,15 @@ SHORT_KERNELS = [
     )
 ]
 
+
+def _by_hand(call: Call) -> tuple[Config, ...]:
+    """Threads bring the last columns of such queries without being waited for where a part has no keys, and the other
+    part may then write in their place: these have one part."""
+    apart = call.q.columns > cuda_configs.PANEL and 0 < call.q.columns % cuda_configs.PANEL <= cuda_configs.REST
+    found = cuda_configs.full_configs(call)
+    return tuple(c for c in found if not (apart and c.at_once and c.parts > 1))
+
+
 CUDA_KERNELS = [
     Kernel(
         "attention",
@@ -156,10 +172,17 @@ CUDA_KERNELS = [
         Capability(
             (cuda(90, 90),),
             HALVES,
-            limits=(_READ, configs.head_dims, configs.countable, configs.for_hopper, cuda_configs.every_key),
+            limits=(
+                _READ,
+                configs.head_dims,
+                configs.countable,
+                configs.for_hopper,
+                cuda_configs.every_key,
+                _narrow_lengths,
+            ),
             emulated=False,
         ),
-        cuda_configs.full_configs,
+        _by_hand,
         preference=15,
         files=("attention_full.cu", "attention_full.cuh"),
     )

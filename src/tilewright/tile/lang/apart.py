@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tilewright.tile.dtypes import DType
+from tilewright.tile.analysis.parting import Called
+from tilewright.tile.dtypes import DType, float8_e4m3fn
 from tilewright.tile.ir.tile_ir import Node
 from tilewright.tile.lang.kernel import Fragment, Kernel
 from tilewright.tile.lang.tiles import Tile
@@ -25,6 +26,7 @@ class StandIn(Fragment):
         self.form, self.rank = form, 0
         self.dtype: DType | None = None
         self.prologue = False
+        self.calls: list[Called] = []
 
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
         inner, own = super().inlined(handles), self.form == "own"
@@ -37,13 +39,16 @@ class StandIn(Fragment):
             passed: Any = given[0] if given and result is None else result
             self.prologue = result is not None
             if self.form == "fused":
-                if len(given) > 1 and isinstance(passed, Tile):
-                    self.rank, self.dtype = len(given[1]) if isinstance(given[1], tuple) else 1, _narrowest(passed.node)
+                at = _place(given)
+                if at and isinstance(passed, Tile):
+                    self.rank, self.dtype = len(at), _narrowest(passed.node)
+                    place = tuple(i.node for i in at if isinstance(i, Tile))
+                    self.calls.append(Called(t._t.region, passed.node, place))
                 return result
             if not (own and self.prologue):
                 del effects[before:]
             if own == self.prologue:
-                t.store(between[given[1]], passed.to(between.dtype))
+                t.store(between[given[1]], passed.to(between.dtype, saturate=between.dtype == float8_e4m3fn))
             else:
                 passed = t.load(between[given[1]]).to(passed.dtype)
             if own and not self.prologue:
@@ -53,6 +58,13 @@ class StandIn(Fragment):
             return passed if self.prologue else None
 
         return call
+
+
+def _place(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The indices of the place that follows the value; () where something else does."""
+    at: Any = () if any(isinstance(g, tuple) for g in given[2:]) else given[1:2]
+    at = at[0] if at and isinstance(at[0], tuple) else at
+    return at if all(i.dtype.integer if isinstance(i, Tile) else isinstance(i, int) for i in at) else ()
 
 
 def _narrowest(node: Node) -> DType:
