@@ -120,6 +120,18 @@ def test_a_mask_and_causal_hold_together(backend: str, device: str) -> None:
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
+def test_a_scale_that_float32_does_not_have_is_refused() -> None:
+    """Kernels hold it in float32: as 0 or Inf it would make NaN of what is masked."""
+    q, starts = torch.randn(1, 4, 2, 16), torch.tensor([0, 4])
+    for scale in (1e-60, -1e-40, 1e300, math.inf):
+        with pytest.raises(tw.InvalidArgument, match="scale: "):
+            tw.attention(q, q, q, scale=scale)
+        with pytest.raises(tw.InvalidArgument, match="scale: "):
+            tw.attention(q[0], q[0], q[0], cu_seqlens_q=starts, cu_seqlens_k=starts, scale=scale)
+    assert tw.attention(*[q.double()] * 3, scale=1e-60).isfinite().all()
+    assert tw.attention(q, q, q, scale=1e-37).isfinite().all()
+
+
 @each_backend
 def test_a_scale_of_zero_is_zero_and_large_scores_stay_finite(backend: str, device: str) -> None:
     q, k, v = (t.to(device) for t in made(1, 3, 20))

@@ -45,6 +45,9 @@ def heads(call: Call, axes: str) -> None:
             )
     if "do" in call.tensors and not call.has("do") and not call.has("dlse"):
         raise InvalidArgument(call.op, "do", "None, and dlse too", "needs an upstream gradient")
+    scale, least = call.options["scale"], torch.finfo(torch.float32).tiny
+    if scale and wide(q.dtype) == torch.float32 and not least <= abs(scale) <= 1.0 / least:
+        raise InvalidArgument(call.op, "scale", repr(scale), f"kernels take 0, or {least:.1e} to {1 / least:.1e}")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
