@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_programs as generate
 from tile_threads import B, F, N, T, at, barriers, function, go, without_each
 
 from tilewright import tile
@@ -31,7 +32,7 @@ from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.lang.library import softmax
 from tilewright.tile.layout.linear import blocked
 from tilewright.tile.lower.kernel import lower
-from tilewright.tile.oracle import emulator, generate
+from tilewright.tile.oracle import emulator
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.sync.barriers import insert

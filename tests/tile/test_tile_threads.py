@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import random_programs as generate
 from tile_runs import copy_of, same
 
 from tilewright import tile
@@ -15,7 +16,7 @@ from tilewright.tile.ir.thread_ir import Function, Load, Store
 from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Most
 from tilewright.tile.lower.kernel import lower
-from tilewright.tile.oracle import emulator, generate
+from tilewright.tile.oracle import emulator
 from tilewright.tile.oracle.interpreter import Order, run
 from tilewright.tile.schedule import Schedule
 from tilewright.tile.sync import barriers
