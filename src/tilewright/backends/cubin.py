@@ -125,6 +125,8 @@ class Driver:
         facts, axes = wanted.facts, len(wanted.shape)
         if facts.dtype not in ELEMENTS or wanted.swizzle not in SWIZZLES:
             raise TypeError(f"{facts.name}: no descriptor of {facts.dtype} with a swizzle of {wanted.swizzle} bytes")
+        if not hasattr(self.library, "cuTensorMapReplaceAddress"):
+            raise LaunchError("making a descriptor", 801, "CUDA_ERROR_NOT_SUPPORTED", "needs a driver of CUDA 12")
         size = facts.dtype.itemsize
         steps = [16 if n == 1 else s * size for n, s in zip(wanted.shape, wanted.stride, strict=True)]
         room = (c_uint64 * (2 * MAP_WORDS))()
@@ -139,7 +141,7 @@ class Driver:
 
     def maps(self, index: int) -> Maps:
         """Of device `index`, also in threads that have not used CUDA yet."""
-        place: Any = getattr(self.library, "cuTensorMapReplaceAddress", None)  # drivers before CUDA 12
+        place: Any = getattr(self.library, "cuTensorMapReplaceAddress", None)  # without it none is made
 
         def recover(code: int, made: Any, address: Any) -> None:
             if code == INVALID_CONTEXT:
