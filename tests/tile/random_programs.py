@@ -15,7 +15,7 @@ import numpy as np
 
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import Array, DType
-from tilewright.tile.ir.tile_ir import Most, Program, ViewType
+from tilewright.tile.ir.tile_ir import Most, Program, ViewType, static_size
 from tilewright.tile.lang.kernel import kernel
 
 ROWS = 3
@@ -95,7 +95,11 @@ class _Maker:
         self.pool.append(t.load(self.w[self.at]).f32())
         if chance.random() < 0.4:
             self.pool.append(t.load(self.x[self.at], mask=self.col < self.k + 3, other=chance.choice((0, 2.5, -1))))
-        steps = [self.arithmetic] * 8 + [self.fold] * 3 + [self.loop, self.conditional, self.memory, self.square] * 1
+        steps = (
+            [self.arithmetic] * 8
+            + [self.fold] * 3
+            + [self.loop, self.conditional, self.memory, self.square, self.stage, self.turn]
+        )
         for _ in range(self.size):
             chance.choice(steps)()
         t.store(self.y[self.at], self.narrow(self.pick(), self.y.dtype))
@@ -186,3 +190,27 @@ class _Maker:
         if self.chance.random() < 0.5:
             g = g + t.sum(t.max(v.reshape(12, 10), axis=1))
         self.pool.append(g)
+
+    def stage(self) -> None:
+        """Where a tile waits changes nothing."""
+        v = self.pick()
+        raw = self.t.load(self.w[self.at])
+        self.pool.append(self.t.stage(v, "shared") if v.shape else v)
+        self.pool.append(self.t.stage(raw, "shared").f32() * 0.5)
+
+    def turn(self) -> None:
+        """Nor does how two axes are dealt to threads: three rows of x, and a table that is stored either way."""
+        t = self.t
+        orders = (None, (0, 1), (1, 0))
+        rows = t.stage(t.load(self.x[t.arange(ROWS)[:, None], self.col[None, :]]), "shared", self.chance.choice(orders))
+        if self.chance.random() < 0.5:
+            rows = t.stage(rows * 0.5, "shared", self.chance.choice(orders))
+        axis = self.chance.choice((0, 1))
+        folded = t.reduce(rows, self.chance.choice(("sum", "max")), axis=axis)
+        self.pool.append(folded if axis == 0 else t.max(folded))
+        i, j = t.arange(self.chance.choice((2, 5)))[:, None], t.arange(24)[None, :]
+        v = t.stage((i * 24 + j).f32() * 0.01 + t.load(self.x[self.row, 0]), "shared", self.chance.choice(orders))
+        if self.chance.random() < 0.3:
+            self.pool.append(t.sum(t.max(v.reshape(6, static_size(v.shape[0]) * 4), axis=1)))
+        place = self.z[self.row, i * 24 + j]
+        t.store(place, v, mask=i * 24 + j < self.x.shape[1], order=self.chance.choice(orders))

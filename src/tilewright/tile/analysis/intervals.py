@@ -61,7 +61,7 @@ class Facts:
             return 0, size.value if isinstance(size, Most) else COUNT
         if node.op == "arange":
             return 0, static_size(node.shape[0]) - 1
-        if node.op in ("broadcast", "reshape", "cast"):
+        if node.op in ("broadcast", "reshape", "cast", "stage"):
             found = args[0]
         elif node.op == "where":
             found = min(args[1][0], args[2][0]), max(args[1][1], args[2][1])

@@ -243,6 +243,16 @@ template <class V, int A = 0, class P> fn V load(P p) {
     Record("store_at", "template <class V, class E> fn void store_at(E* p, i64v at, V v) { EACH p[at[l]] = v[l]; }"),
     Record("store_at_where", """template <class V, class E> fn void store_at_where(E* p, i64v at, i32v m, V v) {
   EACH if (m[l]) p[at[l]] = v[l]; }"""),
+    Record("copy_async", """template <int A, class E> fn void copy_async(E* to, ReadOnly<E> from, i64 n = W) {
+  constexpr int all = W * sizeof(E), b = A < all ? A : all; u32 at = (u32)__cvta_generic_to_shared(to);
+  i64 left = n * (i64)sizeof(E);  // what is beyond becomes 0
+  UNROLL(W) for (int i = 0; i < all; i += b) {
+    u32 some = left < i ? 0 : left - i < b ? (u32)(left - i) : b; const char* p = (const char*)from.p + (some ? i : 0);
+    if constexpr (b == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+      :: "r"(at + i), "l"(p), "r"(some) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+      :: "r"(at + i), "l"(p), "n"(b), "r"(some) : "memory"); } }"""),
+    Record("copies_wait", "fn void copies_wait() { asm volatile(\"cp.async.wait_all;\" ::: \"memory\"); }"),
     Record("mask_of_bytes", "fn i32v mask_of_bytes(u8v x) { i32v r; EACH r[l] = -(i32)(x[l] != 0); return r; }"),
     Record("bytes_of_mask", "fn u8v bytes_of_mask(i32v m) { u8v r; EACH r[l] = (u8)(m[l] & 1); return r; }"),
 )  # fmt: skip

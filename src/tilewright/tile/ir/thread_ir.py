@@ -88,7 +88,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """The counterpart of `Load`."""
+    """The counterpart of `Load`. With a `source`, `value` is an index into that memory, which nobody writes, and what
+    is there, as many elements, is copied while the thread goes on: it is here after a `Wait`. Lanes beyond `count`
+    have no value then. `own`: no element that it writes is written by it in another thread, or iteration."""
 
     memory: str
     type: Type
@@ -101,6 +103,13 @@ class Store:
     line: Line | None = None
     layout: Layout | None = None
     align: int = 0
+    source: str = ""
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until all that this thread copies is there."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ class If:
         return (self.condition,)
 
 
-Statement = Let | Declare | Assign | Load | Store | Print | Barrier | For | If
+Statement = Let | Declare | Assign | Load | Store | Wait | Print | Barrier | For | If
 
 
 @dataclass(frozen=True)

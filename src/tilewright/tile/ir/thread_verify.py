@@ -98,7 +98,7 @@ class _Scope:
         elif isinstance(s, ir.Barrier):
             if s.scope not in ("warp", "block"):
                 raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")
-        else:
+        elif isinstance(s, ir.For):
             for bound in s.decides:
                 self.use(bound)
             if s.unroll and not all(isinstance(b, int) for b in s.decides):
@@ -148,5 +148,7 @@ class _Scope:
             raise VerifyError(f"an access to {s.memory} of {size} bytes is aligned to {s.align}", s.line)
         if isinstance(s, ir.Load):
             self.define(s.name, s.type, s.line)
+        elif s.source and (s.source not in self.memories or s.align < 4 or s.stride != 1 or s.mask is not None):
+            raise VerifyError(f"a copy from {s.source} to {s.memory} that no instruction does", s.line)
         else:
-            self.use(s.value, s.type, s.line)
+            self.use(s.value, None if s.source else s.type, s.line)

@@ -34,8 +34,9 @@ PURE = frozenset((
     "program_id", "num_programs", "size", "argument", "const", "arange", "unary", "binary", "fma", "where", "cast",
     "bitcast", "broadcast", "reshape", "reduce", "random",
 ))  # fmt: skip
-VALUE_EFFECTS = frozenset(("load", "get"))
-EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "print", "index"}
+EFFECTS = frozenset(("load", "store", "stage", "var", "get", "set", "loop", "when", "check", "print", "index"))
+SCOPES = ("register", "shared")
+"""Where a staged tile may wait. A CPU has one such place."""
 
 COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 BINARY = COMPARISONS | frozenset(

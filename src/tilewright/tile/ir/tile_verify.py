@@ -116,6 +116,14 @@ def sets_match(program: ir.Program, node: ir.Node) -> str:
     return ""
 
 
+def requests_exist(program: ir.Program, node: ir.Node) -> str:
+    if node.op == "stage" and (node.attrs["scope"] not in ir.SCOPES or node.shape != node.args[0].shape):
+        return f"no such request: {node.attrs['scope']}{ir.shape_text(node.shape)}"
+    order = node.attrs.get("order", range(len(node.shape)))
+    return "" if sorted(order) == [*range(len(node.shape))] else f"no order of {len(node.shape)} axes: {order}"
+
+
 RULES: tuple[Callable[[ir.Program, ir.Node], str], ...] = (
     known_op, shapes_agree, dtypes_agree, kinds_exist, regions_hold, bounds_are_scalars, index_has_rank, sets_match,
+    requests_exist,
 )  # fmt: skip

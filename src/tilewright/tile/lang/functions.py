@@ -9,7 +9,18 @@ from typing import Any
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
-from tilewright.tile.ir.tile_ir import COMBINES, Axis, Dim, Node, broadcast_shapes, shape_text, static_size
+from tilewright.tile.ir.tile_ir import (
+    COMBINES,
+    SCOPES,
+    Axis,
+    Dim,
+    Node,
+    Shape,
+    broadcast_shapes,
+    elements,
+    shape_text,
+    static_size,
+)
 from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, made, pair, unary, widened
 from tilewright.tile.lang.trace import Recorder
 
@@ -74,8 +85,8 @@ class Functions:
         node = self._t.effect("load", self._masked(place, mask), shape=place.shape, dtype=view.dtype, **attrs)
         return Tile(self._t, node)
 
-    def store(self, place: Place, value: Any, mask: Any = None) -> None:
-        """Write a tile of the view's dtype; it broadcasts over the place."""
+    def store(self, place: Place, value: Any, mask: Any = None, order: tuple[int, ...] | None = None) -> None:
+        """Write a tile of the view's dtype; it broadcasts over the place. `order`: as `stage` takes it."""
         view, shape = self._view("store", place), place.shape
         new = lift(self._t, value, view.dtype)
         if new.dtype != view.dtype:
@@ -83,7 +94,24 @@ class Functions:
         args = (*self._masked(place, mask), new.node)
         if broadcast_shapes(new.shape, shape) != shape:
             raise TraceError(f"a value of shape {shape_text(new.shape)} for a place of shape {shape_text(shape)}")
-        self._t.effect("store", args, shape=shape, dtype=view.dtype, view=view.name, masked=mask is not None)
+        attrs = {"view": view.name, "masked": mask is not None, **_ordered(shape, order)}
+        self._t.effect("store", args, shape=shape, dtype=view.dtype, **attrs)
+
+    def stage(self, x: Tile, scope: str, order: tuple[int, ...] | None = None) -> Tile:
+        """The same tile, which from here on waits where the author says, however cheap it were to compute again. What
+        `load` reads of memory that the kernel does not write goes to shared memory by itself, asynchronously.
+
+        Args:
+            scope: "register", an error where it does not fit; or "shared". On a CPU both are an array of the thread.
+            order: the axes, the one first along which neighbours are one thread's (vectors lie along it), then threads;
+                what threads are left take the next axis. It orders shared memory, too. Without it the last axis is.
+        """
+        if scope not in SCOPES:
+            raise TraceError(f"a tile waits in {' or '.join(SCOPES)}, not in {scope!r}")
+        attrs = {"scope": scope, **_ordered(x.shape, order)}
+        if elements(x.shape) == 1:
+            return x
+        return Tile(self._t, self._t.effect("stage", (x.node,), shape=x.shape, dtype=x.dtype, **attrs))
 
     def _view(self, function: str, place: Place) -> View:
         if not isinstance(place, Place):
@@ -278,6 +306,16 @@ class Functions:
         if not tile.dtype.computes and tile.dtype != dtypes.boolean:
             tile = tile.f32() if tile.dtype.floating else tile.i32()
         self._t.effect("print", (tile.node,), shape=tile.shape, dtype=tile.dtype, text=text)
+
+
+def _ordered(shape: Shape, order: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
+    """The attribute of an order, where one is given."""
+    if order is None:
+        return {}
+    axes = tuple(k % max(len(shape), 1) if isinstance(k, int) and -len(shape) <= k < len(shape) else k for k in order)
+    if sorted(axes, key=str) != [*range(len(shape))]:
+        raise TraceError(f"order={order!r} for a tile of shape {shape_text(shape)}: name each axis once")
+    return {"order": axes}
 
 
 def _grid_axis(axis: int) -> int:

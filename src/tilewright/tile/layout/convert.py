@@ -19,8 +19,8 @@ def scope(source: Layout, target: Layout) -> str:
     Raises:
         TileError: the layouts are of tiles of different extents.
     """
-    if source.extents != target.extents:
-        raise TileError(f"a tile of {source.extents} does not become one of {target.extents}")
+    if source.axes != target.axes:
+        raise TileError(f"a tile of {source.axes} does not become one of {target.axes}")
     lanes, warps = _moves(source.lane, target.lane), _moves(source.warp, target.warp)
     if _reach(source.reg, (*target.reg, *lanes, *warps)):
         return ""

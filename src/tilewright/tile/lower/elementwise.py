@@ -153,6 +153,8 @@ class Emitter:
     def _compute(self, node: Node, place: Place, depth: int) -> Value:
         if node.op in ("load", "get", "reshape") or folds(node) or self._waits(node):
             return self.read(node, place, depth)
+        if node.op == "stage":
+            return self.emit(node.args[0], place)
         a, scalar = node.attrs, Type(node.dtype)
         if node.op == "const":
             return Value(a["value"], scalar, depth)

@@ -6,7 +6,8 @@ a copy of the body in which each access has a count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tilewright.tile.dtypes import boolean, int64
@@ -108,7 +109,7 @@ class Lowering(Reductions):
     def nest(self, phase: Phase) -> None:
         """Everything that a phase does, over its space."""
         space = phase.space
-        along = max(i for i, a in enumerate(space) if a != 1)
+        along = next(k for k in (*phase.order, *reversed(range(len(space)))) if space[k] != 1)
         folding = [n for n in phase.items if folds(n)]
         inner = [n for n in folding if n.attrs["axis"] == along]
         for node in folding:
@@ -175,7 +176,8 @@ class Lowering(Reductions):
         else:
             value = self.emit(item, place)
             if self.phase is not None and item in self.phase.keep:
-                self.keep(self.array_of(item), item.dtype, item.shape, value, self.place_of(item, place))
+                shape, mine = self.laid(item, item.shape), self.laid(item, self.place_of(item, place))
+                self.keep(self.array_of(item), item.dtype, shape, value, mine)
 
     def fill(self, node: Node, array: str) -> None:
         """Write the identity of a reduction along an outer axis to a scratch array."""
@@ -211,12 +213,17 @@ class Lowering(Reductions):
             if not axes:
                 around(tuple(place), lambda: self.chunks(space, unroll, Row(along, place, body)))
                 return
-            var, size = self.fresh("o"), self.size(space[axes[0]])
-            with self.under(For, var, 0, size, 1):
-                place[axes[0]] = Index(var, self.depth)
+            with self.each(axes[0], self.size(space[axes[0]])) as place[axes[0]]:
                 level(axes[1:])
 
         level(outer)
+
+    @contextmanager
+    def each(self, axis: int, size: Operand) -> Iterator[Index]:
+        """The body of a loop over an outer axis."""
+        var = self.fresh("o")
+        with self.under(For, var, 0, size, 1):
+            yield Index(var, self.depth)
 
     def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of `unroll` vectors, then what is left."""

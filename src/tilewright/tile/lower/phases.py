@@ -22,11 +22,13 @@ DEAR = frozenset(("exp", "exp2", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid"
 
 @dataclass(eq=False)
 class Phase:
-    """One loop nest over `space`. `keep`: tiles that it also writes to scratch."""
+    """One loop nest over `space`. `order`: how the author wants its axes dealt, () where they do not say. `keep`: tiles
+    that it also writes to scratch."""
 
     segment: Segment
     level: int
     space: Shape
+    order: tuple[int, ...] = ()
     items: list[Node] = field(default_factory=list)
     keep: list[Node] = field(default_factory=list)
 
@@ -42,12 +44,12 @@ class Segment:
     scalars: dict[int, list[Node]] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
 
-    def phase(self, level: int, space: Shape) -> Phase:
-        """The loop nest of this level and shape, made where there is none."""
+    def phase(self, level: int, space: Shape, order: tuple[int, ...] = ()) -> Phase:
+        """The loop nest of this level, shape and order, made where there is none."""
         for phase in self.phases:
-            if phase.level == level and phase.space == space:
+            if (phase.level, phase.space, phase.order) == (level, space, order):
                 return phase
-        made = Phase(self, level, space)
+        made = Phase(self, level, space, order)
         self.phases.append(made)
         return made
 
@@ -99,7 +101,7 @@ class Plan:
             level = 0
             for node in cone(item):
                 if self.place.get(node) is segment and node is not item:
-                    level = max(level, segment.levels[node] + folds(node))
+                    level = max(level, segment.levels[node] + (folds(node) or node.op == "stage"))
                 elif node.op == "reshape":  # what is regrouped waits in scratch first
                     level = max(level, 1 + self._level_of(node.args[0], segment))
             if item.op in ("load", "store", "get", "set", "print"):
@@ -113,8 +115,12 @@ class Plan:
                 segment.scalars.setdefault(level, []).append(item)
             elif item.op == "reduce":
                 segment.phase(level, item.args[0].shape).items.append(item)
-            elif item.op in ("store", "set", "var", "print"):
-                segment.phase(level, item.shape).items.append(item)
+            elif item.op in ("store", "set", "var", "print", "stage"):
+                phase = segment.phase(level, item.shape, item.attrs.get("order", ()))
+                phase.items.append(item)
+                if item.op == "stage":
+                    self.scratch[item] = self.home[item] = phase
+                    phase.keep.append(item)
 
     def _level_of(self, node: Node, segment: Segment) -> int:
         levels = [segment.levels[n] + folds(n) for n in (node, *cone(node)) if n in segment.levels]
@@ -123,7 +129,9 @@ class Plan:
     # Conflicts ------------------------------------------------------------------------------------------------------
 
     def conflict(self, a: Node, b: Node) -> bool:
-        """Whether two effects may touch the same memory and one writes, or both print."""
+        """Whether two effects may touch the same memory and one writes, or both print. What is staged is read there."""
+        if a.op == "stage":
+            return any(self.conflict(n, b) for n in cone(a) if n.op in ("load", "get"))
         if a.op == b.op == "print":
             return True
         if {a.op, b.op} <= {"load", "store"}:
@@ -137,7 +145,7 @@ class Plan:
         """Whether each element of one meets only the same element of the other, so that one loop may hold both."""
         if is_scalar(a.shape) and is_scalar(b.shape):
             return True
-        if a.shape != b.shape or a.op == "print":
+        if a.shape != b.shape or a.op in ("print", "stage") or "order" in {**a.attrs, **b.attrs}:
             return False
         if a.op in ("get", "set", "var"):
             return True
@@ -258,7 +266,7 @@ def cone(root: Node) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        if node.op not in ("load", "get", "index") and not folds(node):
+        if node.op not in ("load", "get", "index", "stage") and not folds(node):
             waiting.extend(node.args)
             waiting.extend(node.limits)
 

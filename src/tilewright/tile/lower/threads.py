@@ -8,21 +8,39 @@ trying: the access that does not fit sends the tile to shared memory, and the lo
 from __future__ import annotations
 
 import math as integers
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tilewright.tile.dtypes import DType, boolean
-from tilewright.tile.ir.thread_ir import Array, Assign, Declare, For, If, Let, Load, Operand, Statement, Store, Type
+from tilewright.tile.errors import LowerError
+from tilewright.tile.ir.thread_ir import (
+    Array,
+    Assign,
+    Declare,
+    For,
+    If,
+    Let,
+    Load,
+    Operand,
+    Statement,
+    Store,
+    Type,
+    Wait,
+)
 from tilewright.tile.ir.thread_uniform import WARP
-from tilewright.tile.ir.tile_ir import Node, Program, Shape, static_size
+from tilewright.tile.ir.tile_ir import Node, Program, Region, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
-from tilewright.tile.lower.elementwise import Place, counts_lanes
-from tilewright.tile.lower.kernel import COUNT, TEST, Lowering, Row
-from tilewright.tile.lower.phases import Plan, counting, injective
+from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
+from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
+from tilewright.tile.lower.phases import Phase, Plan, cone, counting, injective
 from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
 ROUNDS = 8
 """A loop of so many rounds is written out: the loads of all stand before the arithmetic that waits for them."""
+COPIED = 4
+"""Bytes that an asynchronous copy moves at least."""
 
 
 def dealt(schedule: Schedule) -> Layout:
@@ -55,6 +73,10 @@ class Threads(Lowering):
         self.round: Operand | None = None
         self.row: object = None
         self.padded: dict[str, Shape] = {}
+        self.beside: tuple[int, int, str] | None = None
+        """Where threads lie along two axes: the second one, how many, and which one this is."""
+        self.pending: set[Node] = set()
+        """Staged tiles that are on their way."""
         self.tid = self.parameter("tid", "builtin", "thread")
         self.start = self.let(0, COUNT, "mul", self.tid, self.lanes)
 
@@ -67,6 +89,8 @@ class Threads(Lowering):
             self.divisors[statement.name] = found[0] * found[1] if statement.op == "mul" else integers.gcd(*found)
         elif isinstance(statement, (Load, Store)) and statement.type.lanes > 1 and not statement.scattered:
             statement = self._proven(statement)
+        if isinstance(statement, Store) and self._own(statement):
+            statement = replace(statement, own=True)
         super().put(depth, statement)
 
     def divisor(self, operand: Operand) -> int:
@@ -80,32 +104,135 @@ class Threads(Lowering):
 
     def _proven(self, access: Load | Store) -> Load | Store:
         """An access of a vector, with what is known of its address: shared arrays begin at multiples of 16 bytes."""
-        layout, begin, item = access.layout, WIDEST, access.type.dtype.itemsize
+        layout, item = access.layout, access.type.dtype.itemsize
         if access.memory.startswith("p_"):
-            name = access.memory.removeprefix("p_")
-            layout, begin = self.layout if self._one_place(name) else None, self.program.views[name].align or item
+            layout = self.layout if self._one_place(access.memory.removeprefix("p_")) else None
         if access.stride != 1:
             return replace(access, layout=layout)
-        found = integers.gcd(begin, self.divisor(access.index) * item, WIDEST, self.lanes * item)
+        found = self._divides(access.memory, access.index, item)
+        if isinstance(access, Store) and access.source:
+            found = integers.gcd(found, self._divides(access.source, access.value, item))
         return replace(access, layout=layout, align=max(found, item))
 
+    def _divides(self, memory: str, index: Operand, item: int) -> int:
+        """Bytes that the address of a vector is a multiple of."""
+        view = self.program.views.get(memory.removeprefix("p_"))
+        begin = WIDEST if view is None or not memory.startswith("p_") else view.align or item
+        return integers.gcd(begin, self.divisor(index) * item, WIDEST, self.lanes * item)
+
     def _one_place(self, name: str) -> bool:
-        """Whether all that may touch this memory does so at one index, each element by one thread. What counts along
-        the threads must not move in a loop, where an element would go from one thread to another."""
+        """Whether all that may touch this memory does so at one index, each element by one thread."""
         found = [
             e for e in self.program.effects()
             if e.op in ("load", "store") and self.program.may_meet(name, e.attrs["view"])
         ]  # fmt: skip
         rank, first = self.program.views[name].rank, found[0]
-        index = first.args[:rank]
-        together = all(e.args[:rank] == index and e.shape == first.shape for e in found)
-        steady = all(a.region is self.program.body for a in counting(index, first.shape))
-        return together and steady and injective(index, first.shape)
+        together = all(e.args[:rank] == first.args[:rank] and e.shape == first.shape for e in found)
+        order = self.phase.order if self.phase is not None else ()
+        return together and all(e.attrs.get("order", ()) == order for e in found) and self._dealt_once(first)
+
+    def _dealt_once(self, e: Node) -> bool:
+        """Whether an element is always one thread's. What counts along the threads must not move in a loop, where it
+        would go from one thread to another."""
+        index = e.args[: self.program.views[e.attrs["view"]].rank]
+        return all(a.region is self.program.body for a in counting(index, e.shape)) and injective(index, e.shape)
+
+    def _own(self, store: Store) -> bool:
+        """See `Store`: arrays are stored to at the place of an element."""
+        phase, view = self.phase, store.memory.removeprefix("p_")
+        if phase is None or self.beside is None:
+            return False
+        return all(self._dealt_once(e) for e in phase.items if store.memory != view == e.attrs.get("view"))
+
+    # Asynchronous copies ------------------------------------------------------------------------------------------
+
+    def region(self, region: Region) -> None:
+        super().region(region)
+        self._settle()
+
+    def control(self, effect: Node) -> None:
+        self._settle()
+        super().control(effect)
+
+    def nest(self, phase: Phase) -> None:
+        if any(n in self.pending for item in (*phase.items, *phase.keep) for n in cone(item)):
+            self._settle()
+        super().nest(phase)
+
+    def _settle(self) -> None:
+        """Before what is on its way is used, and before what not every thread may enter."""
+        if self.pending:
+            self.put(self.depth, Wait())
+        self.pending.clear()
+
+    def item(self, item: Node, place: Place, register: Operand) -> None:
+        if item.op != "stage" or not self._copied(item, self.place_of(item, place)):
+            super().item(item, place, register)
+
+    def _copied(self, item: Node, place: Place) -> bool:
+        """What is only loaded comes to shared memory by itself, if an instruction copies so many bytes."""
+        load, shape = item.args[0], self.laid(item, item.shape)
+        if load.op != "load" or load.attrs["masked"] or item.attrs["scope"] != "shared":
+            return False
+        view, array = load.attrs["view"], self.array_of(item)
+        index, stride, scattered = self._reached(load, place, False)
+        at, lane = self.offset(self.padded.get(array, shape), self.laid(item, place))
+        if any(self.program.may_meet(view, w) for w in self.program.written()) or scattered or (stride, lane) != (1, 1):
+            return False
+        memory = self.parameter(f"p_{view}", "pointer", view, 0, load.dtype)
+        made = Store(array, Type(load.dtype, self.lanes), at, index, 1, self.tail, None, False, load.line,
+                     self._dealt(array, shape, self.laid(item, place)), source=memory)  # fmt: skip
+        if made.type.lanes == 1 or self._proven(made).align < COPIED:
+            return False
+        self.put(self.depth, made)
+        self.pending.add(item)
+        return True
 
     # Chunks ---------------------------------------------------------------------------------------------------------
 
+    def loops(
+        self, space: Shape, along: int, unroll: int, body: Body,
+        around: Callable[[Place, Callable[[], None]], None],
+    ) -> None:  # fmt: skip
+        """Where the author gave an order, threads that the first axis leaves over take the next."""
+        order = self.phase.order if self.phase is not None else ()
+        second = next((k for k in order if space[k] != 1 and k != along), None)
+        columns = min(1 << (-(-static_size(space[along]) // self.lanes) - 1).bit_length(), self.schedule.threads)
+        if second is None or columns == self.schedule.threads:
+            super().loops(space, along, unroll, body, around)
+            return
+        usual = self.start, self.width, self.layout
+        column = self.let(0, COUNT, "and", self.tid, columns - 1)
+        row = self.let(0, COUNT, "shr", self.tid, columns.bit_length() - 1)
+        rows, self.width = self.schedule.threads // columns, columns * self.lanes
+        self.start, self.beside = self.let(0, COUNT, "mul", column, self.lanes), (second, rows, row)
+        axes = {f"axis {second}": rows, f"axis {along}": self.width}
+        self.layout = blocked(axes, self.lanes, WARP, self.schedule.threads // WARP)
+        super().loops(space, along, unroll, body, around)
+        (self.start, self.width, self.layout), self.beside = usual, None
+
+    @contextmanager
+    def each(self, axis: int, size: Operand) -> Iterator[Index]:
+        if self.beside is None or self.beside[0] != axis:
+            with super().each(axis, size) as found:
+                yield found
+            return
+        var, (_, rows, row) = self.fresh("o"), self.beside
+        with self.under(For, var, 0, size, rows):
+            at = self.let(self.depth, COUNT, "add", var, row)
+            if isinstance(size, int) and size % rows == 0:
+                yield Index(at, self.depth)
+                return
+            with self.under(If, self.let(self.depth, TEST, "lt", at, size, operands=COUNT)):
+                yield Index(at, self.depth)
+
     def chunks(self, space: Shape, unroll: int, row: Row) -> None:
         """The loop over one axis: full rounds of a vector a thread, then what is left."""
+        if self.beside is not None:  # one round has the whole axis
+            whole = self.size(space[row.along])
+            self._deal(0, None, row, None if whole == self.width else whole)
+            self.round = None
+            return
         rounds = static_size(space[row.along]) // self.width
         size, full = self.extent(space[row.along], self.width)
         one_row = all(a == 1 for i, a in enumerate(space) if i != row.along)
@@ -185,18 +312,30 @@ class Threads(Lowering):
         rounds = -(-static_size(shape[-1]) // self.width) if shape else 0
         count = rounds * self.lanes * max(4, dtype.itemsize) // 4
         flat = bool(shape) and all(a == 1 for a in shape[:-1]) and isinstance(shape[-1], int)
-        if key in self.shared or not flat or count > self.left:
-            return super().room(key, prefix, dtype, shape)
+        node = key[1] if isinstance(key, tuple) else None
+        asked = node.attrs.get("scope", "") if isinstance(node, Node) else ""
+        why = "" if flat else "it has several rows, or a length that only run time knows"
+        why = why or (f"it needs {count} registers, and {self.left} are left" if count > self.left else "")
+        why = why or ("it is read where another thread would have to have it" if key in self.shared else "")
+        if isinstance(node, Node) and asked == "register" and why:
+            raise LowerError(f"{self.program.name}: a tile cannot wait in registers: {why}", node.line)
+        if why or asked:
+            return self.array(self.fresh(prefix), dtype, shape, staged=bool(asked))
         self.left -= count
         name = self.fresh(prefix)
         self.registers[name] = key
         super().put(0, Declare(name, Type(dtype, self.lanes), False if dtype == boolean else 0, rounds))
         return name
 
-    def array(self, name: str, dtype: DType, shape: Shape) -> str:
-        """A shared array. Rows are apart by whole rounds, unless they are regrouped: a thread keeps its columns."""
+    def array(self, name: str, dtype: DType, shape: Shape, staged: bool = False) -> str:
+        """A shared array. Rows are apart by whole rounds, unless they are regrouped: a thread keeps its columns. Those
+        of a `staged` tile are an odd number of 16 bytes apart: a column is in many banks."""
         if len(shape) > 1 and not any(n.op == "reshape" and n.args[0].shape == shape for n in self.program.nodes):
-            shape = self.padded[name] = (*shape[:-1], -(-static_size(shape[-1]) // self.width) * self.width)
+            width = self.lanes if staged else self.width
+            last = -(-static_size(shape[-1]) // width) * width
+            if staged:
+                last = (-(-last * dtype.itemsize // WIDEST) | 1) * WIDEST // dtype.itemsize
+            shape = self.padded[name] = (*shape[:-1], last)
         elements = integers.prod(map(static_size, shape)) + self.lanes
         self.function.arrays.append(Array(name, dtype, elements, shared=True))
         return name
@@ -214,7 +353,8 @@ class Threads(Lowering):
             return self.register(depth, type, name, index)
         made = self.fresh()
         at, lane = self.offset(self.padded.get(name, shape), place)
-        self.put(depth, Load(made, type, name, at, lane or 1, layout=self._dealt(name, shape, place)))
+        mask, layout = self.across_rows(lane), self._dealt(name, shape, place)
+        self.put(depth, Load(made, type, name, at, lane or 1, mask=mask, layout=layout))
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
@@ -224,16 +364,16 @@ class Threads(Lowering):
             return
         at, lane = self.offset(self.padded.get(name, shape), place)
         count = self.tail if lane == 1 and type.lanes > 1 else None
-        made = Store(name, type, at, value, lane or 1, count, layout=self._dealt(name, shape, place))
+        mask, layout = self.across_rows(lane), self._dealt(name, shape, place)
+        made = Store(name, type, at, value, lane or 1, count, mask, layout=layout)
         if lane == 0:
             super().put(inner, If(self.first(), [made]))
         else:
             self.put(inner, made)
 
     def _dealt(self, name: str, shape: Shape, place: Place) -> Layout | None:
-        last = self.padded.get(name, shape)[-1]
         alone = all(a == 1 for a in shape[:-1])
-        fits = alone or static_size(last) % self.width == 0
+        fits = alone or name in self.padded or static_size(shape[-1]) % self.width == 0
         return self.layout if place[-1].vector and fits else None
 
 

@@ -86,12 +86,14 @@ class Machine:
         self.views: dict[str, Memory] = {}
         self.memories: dict[str, Memory] = {}
         self.values: dict[str, Any] = {}
+        self.copies: list[tuple[Any, ...]] = []
+        """What is on its way: a memory, and what is stored there once it is waited for."""
         self.undefined: dict[str, Array] = {}
         """Of a value with lanes that come from memory that nobody wrote: which. A register is `name[number]`."""
 
     def instance(self, place: tuple[int, ...]) -> None:
         self.clock.block += 1
-        self.undefined = {}
+        self.undefined, self.copies = {}, []
         self.values = {p.name: self.parameter(p, place) for p in self.function.parameters if p.kind != "pointer"}
         self.memories = {**self.views, **self.arrays()}
         self.block(self.function.body, np.ones((self.function.threads, 1), bool))
@@ -150,6 +152,10 @@ class Machine:
                 self.loop(s, active)
             elif isinstance(s, ir.Print):
                 self.print(s, active)
+            elif isinstance(s, ir.Wait):
+                for memory, *given in self.copies:
+                    memory.store(*given)
+                self.copies.clear()
             else:
                 self.barrier(s, active)
 
@@ -219,6 +225,15 @@ class Machine:
         memory, (index, mask) = self.memories[s.memory], self.reached(s, active)
         thread = np.broadcast_to(self.thread, index.shape)
         self.aligned(s, memory, index, active & mask.any(1, keepdims=True))
+        if isinstance(s, ir.Store) and s.source:
+            source, where = self.memories[s.source], self.value(s.value, int64) + np.arange(s.type.lanes)
+            where = np.broadcast_to(where, index.shape)
+            self.known(s.value, mask, "an address", s.line)
+            self.aligned(s, source, where, active & mask.any(1, keepdims=True))
+            found, _ = source.load(where, mask, thread, s.line)
+            self.copies.append((memory, index, mask, thread, found, None, s.line))
+            memory.store(index, mask, thread, found, np.ones_like(mask), s.line)  # nothing is there yet
+            return
         if isinstance(s, ir.Store):
             value = self.value(s.value, s.type.dtype)
             memory.store(index, mask, thread, value, self.unknown(s.value), s.line)

@@ -104,6 +104,8 @@ class _Machine:
             key = e.id if e.op == "var" else e.attrs["var"]
             value = self.value(e.args[0])
             self.cells[key] = value if e.op == "var" else np.broadcast_to(value, self.cells[key].shape)
+        elif e.op == "stage":
+            self.frames[e.region][e] = self.value(e.args[0])
         elif e.op == "get":
             self.frames[e.region][e] = self.cells[e.attrs["var"]]
         elif e.op == "loop":

@@ -13,7 +13,20 @@ import numpy as np
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.instr.record import SCALARS
-from tilewright.tile.ir.thread_ir import Assign, Barrier, Declare, If, Let, Load, Operand, Print, Statement, Store, Type
+from tilewright.tile.ir.thread_ir import (
+    Assign,
+    Barrier,
+    Declare,
+    If,
+    Let,
+    Load,
+    Operand,
+    Print,
+    Statement,
+    Store,
+    Type,
+    Wait,
+)
 from tilewright.tile.ir.tile_ir import COMPARISONS
 
 INFIX = {
@@ -186,6 +199,8 @@ def _statement(s: Statement, where: bool) -> list[str]:
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
     if isinstance(s, Print):
         return [_print(s)]
+    if isinstance(s, Wait):
+        return ["copies_wait();"]
     if isinstance(s, Barrier):
         return [f"{s.scope}_barrier();" + (f"  // {s.why}" if where and s.why else "")]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
@@ -224,6 +239,8 @@ def _load(s: Load) -> str:
 
 
 def _store(s: Store) -> str:
+    if s.source:
+        return f"copy_async<{s.align}>({_place(s)}, {s.source} + {s.value}{'' if s.count is None else f', {s.count}'});"
     value = operand(s.value, s.type)
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}] = {value};"

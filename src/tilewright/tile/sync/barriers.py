@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Barrier, For, Function, If, Statement
+from tilewright.tile.ir.thread_ir import Barrier, For, Function, If, Statement, Wait
 from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.sync.effects import Access, Effects, apart
 
@@ -75,6 +75,8 @@ class _Flow:
                 pending = _joined(pending, self.body(s.body, pending))
             elif isinstance(s, For):
                 pending = self.loop(s, pending)
+            elif isinstance(s, Wait):  # what was copied is written now
+                pending = {**pending, **{(a, frozenset[str]()): False for a in self.effects.copies}}
             elif (access := self.effects.of.get(id(s))) is not None:
                 for (other, gone_on), parted in pending.items():
                     scope = self.effects.needs(other, access, bool(gone_on))

@@ -44,6 +44,7 @@ class Effects:
         self._residues = _Residues(function, self.uniform)
         self._needs: dict[tuple[int, int, bool], str] = {}
         self._collect(function.body, (), None)
+        self.copies = [a for a in self.of.values() if isinstance(a.statement, Store) and a.statement.source]
 
     def _collect(self, body: Iterable[Statement], path: tuple[For | If, ...], owner: int | None) -> None:
         for s in body:
@@ -73,9 +74,9 @@ class Effects:
 
     def _scope(self, a: Access, b: Access, again: bool) -> str:
         most = "warp" if self.function.threads <= WARP else "block"
-        if a.owner is not None and a.owner == b.owner:
-            return ""
         one, other = a.statement, b.statement
+        if (a.owner is not None and a.owner == b.owner) or (one is other and isinstance(one, Store) and one.own):
+            return ""
         if one.layout is not None and other.layout is not None:
             try:
                 found = scope(one.layout, other.layout)

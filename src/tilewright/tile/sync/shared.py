@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import Array, Barrier, For, Function, If, Load, Statement, Store
+from tilewright.tile.ir.thread_ir import Array, Barrier, For, Function, If, Load, Statement, Store, Wait
 from tilewright.tile.ir.thread_uniform import WARP
 
 ALIGNMENT = 16
@@ -83,6 +83,7 @@ _Use = tuple[int, tuple[int, ...]]
 def _meeting(function: Function) -> set[frozenset[str]]:
     """The pairs of arrays that need bytes of their own."""
     uses: dict[str, list[_Use]] = {a.name: [] for a in function.arrays if a.shared}
+    copied = {s.memory for s in function.statements() if isinstance(s, Store) and s.source}
     barriers: list[_Use] = []
     places = itertools.count()
     enough = ("block", "warp") if function.threads <= WARP else ("block",)
@@ -96,6 +97,9 @@ def _meeting(function: Function) -> set[frozenset[str]]:
                 walk(s.body, path, at)
             elif isinstance(s, (Load, Store)) and s.memory in uses:
                 uses[s.memory].append((at, path))
+            elif isinstance(s, Wait):
+                for name in copied:
+                    uses[name].append((at, path))
             elif isinstance(s, Barrier) and s.scope in enough and loop is None:
                 barriers.append((at, path))
 
