@@ -1,5 +1,5 @@
 """Measure on an NVIDIA GPU what decides whether to fuse: copies by width and by part of a sector that is used, what
-arithmetic takes, what a launch takes, and kernels with a fragment fused and apart.
+arithmetic takes, what a launch takes, and kernels with a fragment fused, fused through shared memory, and apart.
 
     python scripts/tile_fusion.py --out tile_fusion.jsonl [--seconds 230] [--only "add > norm"]
     python scripts/tile_fusion.py --emit       # compile everything for sm_90; needs no GPU
@@ -279,13 +279,16 @@ def timed(case: Case, made: Forms) -> dict[str, Any]:
             if form not in best or us < best[form][0]:
                 best[form] = us, kernel
     row["fused_us"] = best["fused"][0] if "fused" in best else None
+    row["staged_us"] = best["staged"][0] if "staged" in best else None
     if "first" in best and "second" in best:
         calls = [(ready(best["first"][1], t, case.grid("first")), ready(best["second"][1], t, case.grid("second")))
                  for t in held]  # fmt: skip
         row["apart_us"] = graph_us([lambda p=p: (p[0](), p[1]()) for p in calls])
     if {"fused", "first", "second"} <= set(best):
         results = []
-        for forms in (("fused",), ("first", "second")):
+        for forms in (("fused",), ("staged",), ("first", "second")):
+            if not set(forms) <= set(best):
+                continue
             for name, tensor in held[0].items():
                 if case.specs[name].output:
                     tensor.view(torch.uint8 if tensor.stride(-1) == 1 else tensor.dtype).fill_(0)
@@ -293,7 +296,7 @@ def timed(case: Case, made: Forms) -> dict[str, Any]:
                 ready(best[form][1], held[0], case.grid(form))()
             torch.cuda.synchronize()
             results.append({n: t.clone() for n, t in held[0].items() if case.specs[n].output})
-        row["far"] = far(case, results[1], results[0])
+        row["far"] = {n: why for one in results[1:] for n, why in far(case, one, results[0]).items()}
     return row
 
 
@@ -367,7 +370,7 @@ def emulate(chosen: list[Case]) -> None:
             continue
         done.add(case.text)
         tensors, results = case.tensors(0, "cpu"), []
-        for forms in (("fused",), ("first", "second")):
+        for forms in (("fused",), ("staged",), ("first", "second")):
             for form in forms:
                 function, _ = cuda.lowered(
                     case.programs[form], replace(case.schedules(form)[0], threads=64, instances=1)
@@ -378,7 +381,7 @@ def emulate(chosen: list[Case]) -> None:
             for name, spec in case.specs.items():
                 if spec.output:
                     tensors[name].view(torch.uint8 if tensors[name].stride(-1) == 1 else tensors[name].dtype).fill_(0)
-        print(f"{case.text:<60} {far(case, results[1], results[0]) or 'close'}", flush=True)
+        print(f"{case.text:<60} {[far(case, r, results[0]) or 'close' for r in results[1:]]}", flush=True)
 
 
 def raw(tensor: Tensor) -> Any:

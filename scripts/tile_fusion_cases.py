@@ -11,6 +11,36 @@ from typing import Any
 
 import torch
 
+from tile_fusion_kernels import (
+    BLOCK,
+    CHUNK,
+    ROWS,
+    add,
+    add_kept,
+    add_turned,
+    decoded,
+    dropped,
+    embedded,
+    gated,
+    gated_pair,
+    gelu,
+    heads,
+    norm,
+    norm_blocks,
+    norm_in_chunks,
+    quantized,
+    scaled,
+    scaled_blocks,
+    softmax,
+    store_dropped,
+    store_gated,
+    store_gelu,
+    store_pair,
+    store_softmax,
+    store_sum,
+    store_turned,
+    thrice,
+)  # fmt: skip
 from tilewright import tile
 from tilewright.tile import ViewType
 from tilewright.tile.ir.tile_ir import Program
@@ -19,7 +49,7 @@ from tilewright.tile.lang.kernel import Fragment, Kernel
 from tilewright.tile.schedule import Schedule, worth_timing
 
 Tensor = torch.Tensor
-CHUNK, HEADS = 1024, 8
+HEADS = 8
 BF16, F32, INT8, FP8 = tile.bfloat16, tile.float32, tile.int8, tile.float8_e4m3fn
 TORCH = {BF16: torch.bfloat16, F32: torch.float32, INT8: torch.int8, FP8: torch.float8_e4m3fn, tile.int64: torch.int64}
 
@@ -69,157 +99,6 @@ def _placed(sizes: tuple[int, ...], layout: str | int, dtype: torch.dtype, devic
     return torch.zeros(sizes, dtype=dtype, device=device)
 
 
-# Kernels ---------------------------------------------------------------------------------------------------------
-
-
-@tile.kernel(static={"x": (1,)})
-def norm(t: Any, x: Any, w: Any, prologue: Any = None, epilogue: Any = tile.store_as) -> None:
-    at = t.program_id(0), t.arange(x.shape[1])
-    v = t.load(x[at]).f32()
-    v = prologue(t, v, at) if prologue else v
-    epilogue(t, v * t.rsqrt(t.mean(v * v) + 1e-6) * t.load(w[at[1]]).f32(), at)
-
-
-@tile.kernel(static={"x": (1,)})
-def softmax(t: Any, x: Any, prologue: Any = None, epilogue: Any = tile.store_as) -> None:
-    at = t.program_id(0), t.arange(x.shape[1])
-    v = t.load(x[at]).f32()
-    epilogue(t, tile.softmax(t, prologue(t, v, at) if prologue else v, accuracy="fast"), at)
-
-
-@tile.kernel(static={"x": (1,)})
-def scaled(t: Any, x: Any, prologue: Any = None, epilogue: Any = tile.store_as) -> None:
-    at = t.program_id(0), t.arange(x.shape[1])
-    v = t.load(x[at]).f32()
-    epilogue(t, (prologue(t, v, at) if prologue else v) * 1.5, at)
-
-
-@tile.kernel(static={"x": (1,)})
-def norm_in_chunks(t: Any, x: Any, prologue: Any = None, epilogue: Any = tile.store_as) -> None:
-    """Two passes over a row that no block holds: what is bound before it is computed in both."""
-    row, total = t.program_id(0), t.var(0.0)
-    for k in t.range(0, x.most(1), CHUNK):
-        at = row, k + t.arange(CHUNK)
-        v = prologue(t, t.load(x[at]).f32(), at)
-        total.set(total.get() + t.sum(v * v))
-    root = t.rsqrt(total.get() / x.most(1) + 1e-6)
-    for k in t.range(0, x.most(1), CHUNK):
-        at = row, k + t.arange(CHUNK)
-        epilogue(t, prologue(t, t.load(x[at]).f32(), at) * root, at)
-
-
-@tile.kernel(static={"x": (1,)})
-def heads(t: Any, x: Any, w: Any, y: Any, prologue: Any = None) -> None:
-    """A row times each of a few vectors, an instance each: what is bound before it is computed by all of them."""
-    row, head = t.program_id(0), t.program_id(1)
-    at = row, t.arange(x.shape[1])
-    v = prologue(t, t.load(x[at]).f32(), at)
-    t.store(y[row, head], t.sum(v * t.load(w[head, at[1]]).f32()))
-
-
-# Prologues -------------------------------------------------------------------------------------------------------
-
-
-def gelu_of(t: Any, v: Any, accuracy: str) -> Any:
-    return v * t.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v), accuracy)
-
-
-@tile.fragment
-def add(t: Any, v: Any, at: Any, other: Any) -> Any:
-    return v + t.load(other[at]).f32()
-
-
-@tile.fragment
-def add_kept(t: Any, v: Any, at: Any, other: Any, total: Any) -> Any:
-    s = (v + t.load(other[at]).f32()).to(total.dtype)
-    t.store(total[at], s)
-    return s.f32()
-
-
-@tile.fragment
-def gated(t: Any, v: Any, at: Any, up: Any) -> Any:
-    return v * t.sigmoid(v, "fast") * t.load(up[at]).f32()
-
-
-@tile.fragment
-def gated_pair(t: Any, v: Any, at: Any, pair: Any) -> Any:
-    """Gate and value in turn."""
-    gate, up = (t.load(pair[at[0], at[1] * 2 + i]).f32() for i in (0, 1))
-    return v + gate * t.sigmoid(gate, "fast") * up
-
-
-@tile.fragment
-def decoded(t: Any, v: Any, at: Any, codes: Any, unit: Any) -> Any:
-    code = t.load(codes[at])
-    return v + (code.i32().f32() if codes.dtype.integer else code.f32()) * t.load(unit[at[0]])
-
-
-@tile.fragment
-def embedded(t: Any, v: Any, at: Any, table: Any, token: Any) -> Any:
-    return v + t.load(table[t.load(token[at[0]]), at[1]]).f32()
-
-
-@tile.fragment
-def gelu(t: Any, v: Any, at: Any, accuracy: str) -> Any:
-    return gelu_of(t, v, accuracy)
-
-
-@tile.fragment
-def dropped(t: Any, v: Any, at: Any) -> Any:
-    word = t.random(7, at[1], at[0], 0)
-    return t.where((word >> 8).i32().f32() < 0.9 * 16777216.0, v / 0.9, 0.0)
-
-
-@tile.fragment
-def thrice(t: Any, v: Any, at: Any) -> Any:
-    """Three exact functions one after the other."""
-    return t.log(1.0 + t.exp(t.sqrt(t.abs(v))))
-
-
-# Epilogues -------------------------------------------------------------------------------------------------------
-
-
-@tile.fragment
-def quantized(t: Any, v: Any, at: Any, codes: Any, unit: Any) -> None:
-    most = 127.0 if codes.dtype.integer else 448.0
-    s = t.maximum(t.max(t.abs(v)) / most, 1e-10)
-    t.store(unit[at[0]], s)
-    t.store(codes[at], (v / s).to(codes.dtype, round="nearest_even" if codes.dtype.integer else "", saturate=True))
-
-
-@tile.fragment
-def store_gelu(t: Any, v: Any, at: Any, y: Any, accuracy: str) -> None:
-    t.store(y[at], gelu_of(t, v, accuracy).to(y.dtype))
-
-
-@tile.fragment
-def store_gated(t: Any, v: Any, at: Any, up: Any, y: Any) -> None:
-    t.store(y[at], (v * t.sigmoid(v, "fast") * t.load(up[at]).f32()).to(y.dtype))
-
-
-@tile.fragment
-def store_sum(t: Any, v: Any, at: Any, other: Any, y: Any) -> None:
-    t.store(y[at], (v + t.load(other[at]).f32()).to(y.dtype))
-
-
-@tile.fragment
-def store_dropped(t: Any, v: Any, at: Any, y: Any) -> None:
-    word = t.random(7, at[1], at[0], 0)
-    t.store(y[at], t.where((word >> 8).i32().f32() < 0.9 * 16777216.0, v / 0.9, 0.0).to(y.dtype))
-
-
-@tile.fragment
-def store_pair(t: Any, v: Any, at: Any, y: Any) -> None:
-    """A value and its negative in turn."""
-    t.store(y[at[0], at[1] * 2], v.to(y.dtype))
-    t.store(y[at[0], at[1] * 2 + 1], (-v).to(y.dtype))
-
-
-@tile.fragment
-def store_softmax(t: Any, v: Any, at: Any, y: Any) -> None:
-    t.store(y[at], tile.softmax(t, v, accuracy="fast").to(y.dtype))
-
-
 # Cases -----------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +115,8 @@ class Case:
     rows: int
     columns: int
     between: Any = BF16
+    block: tuple[int, int] = (1, 0)
+    """Rows of an instance, and columns; 0 are all."""
 
     @property
     def text(self) -> str:
@@ -248,7 +129,7 @@ class Case:
 
     @cached_property
     def programs(self) -> dict[str, Program]:
-        """By form: "fused", and "first" and "second" of those apart."""
+        """By form: "fused", "staged", and "first" and "second" of those apart."""
         bound = self.piece(**{n: object() for n in self.views})
         fused = self.kernel.bind(**{self.place: bound})
         own, rest = (apart(fused, self.place, form, object()) for form in ("own", "rest"))
@@ -256,11 +137,12 @@ class Case:
         types: dict[str, Any] = {n: s.type(self.rows, self.columns) for n, s in self.specs.items()}
         found = {"first": first.trace(types), "second": second.trace(types)}
         del types[f"{self.place}_between"]
-        return {"fused": fused.trace(types), **found}
+        return {"fused": fused.trace(types), "staged": apart(fused, self.place, "staged").trace(types), **found}
 
     def grid(self, form: str) -> tuple[int, int, int]:
         """What is bound before a kernel of several heads is computed once for all of them where it runs apart."""
-        return self.rows, HEADS if self.kernel.function is heads.function and form != "first" else 1, 1
+        across = HEADS if self.kernel.function is heads.function and form != "first" else 1
+        return self.rows // self.block[0], self.columns // self.block[1] if self.block[1] else across, 1
 
     def schedules(self, form: str) -> tuple[Schedule, ...]:
         return worth_timing(self.programs[form], self.columns)[:3]
@@ -324,6 +206,16 @@ TWICE = ["add", "add by columns", "gated pair", "decode int8", "dropout", "three
 SHARED = ["add", "add by columns", "add every 8th", "gelu exact", "dropout", "three functions", "decode fp8"]
 
 
+TURNED, OUT = Spec(shape="nm"), Spec(shape="nm", output=True)
+BLOCKS: dict[str, tuple[str, Fragment, dict[str, Spec]]] = {
+    "add": ("prologue", add, {"other": X}), "add turned": ("prologue", add_turned, {"other": TURNED}),
+    "add fp32 turned": ("prologue", add_turned, {"other": Spec(F32, "nm")}),
+    "add int8 turned": ("prologue", add_turned, {"other": Spec(INT8, "nm")}),
+    "stored": ("epilogue", tile.store_as, {"y": Y}), "stored turned": ("epilogue", store_turned, {"y": OUT}),
+    "stored fp32 turned": ("epilogue", store_turned, {"y": Spec(F32, "nm", output=True)}),
+}  # fmt: skip
+
+
 def cases() -> Iterator[Case]:
     for kernel, sizes in CHOSEN.items():
         function, own = PLAIN[kernel]
@@ -348,6 +240,14 @@ def cases() -> Iterator[Case]:
     for name in ("gelu exact", "dropout"):
         case = _before(name, "norm", function, own, *BIG)
         yield replace(case, name=f"{case.name}, fp32 between", between=F32)
+    for rows, columns in ((8192, 2048), (512, 2048)):
+        for name, (place, piece, views) in BLOCKS.items():
+            for kernel, function, own, block in (("scaled blocks", scaled_blocks, {"x": X}, BLOCK),
+                                                 ("norm blocks", norm_blocks, PLAIN["norm"][1], (ROWS, 0))):
+                if place == "prologue":
+                    function, own = function.bind(epilogue=tile.store_as(object())), {**own, "epilogue_y": Y}
+                text = f"{name} > {kernel}" if place == "prologue" else f"{kernel} > {name}"
+                yield Case(text, function, place, piece, own, views, rows, columns, block=block)
 
 
 def _before(name: str, kernel: str, function: Kernel, own: dict[str, Spec], rows: int, columns: int) -> Case:
@@ -358,4 +258,5 @@ def _before(name: str, kernel: str, function: Kernel, own: dict[str, Spec], rows
 
 def tiny(case: Case) -> Case:
     """The case at a size for the emulator."""
-    return replace(case, rows=2, columns=2 * CHUNK if "chunks" in case.name else 272)
+    columns = 2 * CHUNK if "chunks" in case.name else 2 * case.block[1] or 272
+    return replace(case, rows=2 * case.block[0], columns=columns)

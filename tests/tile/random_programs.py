@@ -212,5 +212,8 @@ class _Maker:
         v = t.stage((i * 24 + j).f32() * 0.01 + t.load(self.x[self.row, 0]), "shared", self.chance.choice(orders))
         if self.chance.random() < 0.3:
             self.pool.append(t.sum(t.max(v.reshape(6, static_size(v.shape[0]) * 4), axis=1)))
-        place = self.z[self.row, i * 24 + j]
-        t.store(place, v, mask=i * 24 + j < self.x.shape[1], order=self.chance.choice(orders))
+        if self.chance.random() < 0.3:
+            place = self.z[self.row, i * 24 + j]
+            t.store(place, v, mask=i * 24 + j < self.x.shape[1], order=self.chance.choice(orders))
+        else:
+            self.pool.append(t.max(t.sum(v, axis=0)))

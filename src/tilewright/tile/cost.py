@@ -3,8 +3,8 @@ and the launch. Bytes, accesses and operations are those of an instance's thread
 
 Memory itself moves whole sectors, each once; to write a part of one reads it first. On the way to a multiprocessor
 every access counts, of each pass over a row too: how fast these go depends on how much a warp's access wants of the
-lines that it touches, which is where narrow, strided and scattered ones lose. What waits in shared memory, and how
-long a chain of steps takes in a launch too small to hide it, is not counted.
+lines that it touches, which is where narrow, strided and scattered ones lose. Shared memory gives a warp a word of each
+bank at once. How long a chain of steps takes in a launch too small to hide it is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.tile.oracle.emulator import Machine
 from tilewright.tile.runtime.cuda import check
 from tilewright.tile.schedule import Schedule
 
-LINE, SECTOR = 128, 32
+LINE, SECTOR, BANKS = 128, 32, 32
 FAR = 1 << 20
 """Elements from row to row, of a size that is not known, or between neighbours of an axis of an unknown stride."""
 Grid = tuple[int, int, int]
@@ -36,7 +36,8 @@ Grid = tuple[int, int, int]
 @dataclass(frozen=True)
 class Gpu:
     """What it does in a microsecond: bytes from and to `memory`; bytes of accesses of which a warp wants such a part of
-    the lines it touches (`loads`, `stores`: rising pairs); `operations`, of which one of each kind `costs` so many."""
+    the lines it touches (`loads`, `stores`: rising pairs); times that a warp gets a word of each bank of `shared`
+    memory; `operations`, of which one of each kind `costs` so many."""
 
     name: str
     multiprocessors: int
@@ -44,6 +45,7 @@ class Gpu:
     memory: float
     loads: list[tuple[float, float]]
     stores: list[tuple[float, float]]
+    shared: float
     operations: float
     costs: Mapping[str, float]
 
@@ -94,6 +96,18 @@ class _Counter(Machine):
             self.undefined[p.name] = np.ones((1, 1), bool)
         return np.full((1, 1), value, np.int64)
 
+    def passes(self, index: Array, mask: Array, item: int, width: int) -> int:
+        """How often shared memory is asked for an access of each warp: the most words that one wants of a bank."""
+        found = 0
+        for lane in range(0, index.shape[1], width // item):
+            first, inside = index[:, lane] * item, np.flatnonzero(mask[:, lane])
+            words = first[inside, None] // 4 + np.arange(max(1, width // 4))
+            warps = np.broadcast_to(inside[:, None] // WARP, words.shape)
+            warp, word = np.unique(np.stack([warps.ravel(), words.ravel()]), axis=1)
+            counts = np.bincount(warp * BANKS + word % BANKS, minlength=-(-len(index) // WARP) * BANKS)
+            found += int(counts.reshape(-1, BANKS).max(1).sum())
+        return found
+
     def known(self, operand: Operand | None, active: Array, what: str, line: Line | None) -> None:
         if what == "a loop's bound" and self.unknown(operand) is not None:
             raise LowerError(f"{self.program.name}: an estimate needs loops of a known length")
@@ -114,12 +128,16 @@ class _Counter(Machine):
     def access(self, s: Load | Store, active: Array) -> None:
         if isinstance(s, Load):
             self.values[s.name] = np.full((1, 1), self.place[0] if s.type.dtype.integer else 0, s.type.dtype.values)
-        if s.memory in self.memories:
-            return
         index, mask = self.reached(s, active)
         item, key = s.type.dtype.itemsize, (s.memory, isinstance(s, Store))
         whole = s.stride == 1 and not s.scattered and bool((mask.all(1) == mask.any(1)).all())
         width = max(s.align, item) if whole else item
+        if s.memory in self.memories:
+            if any(a.name == s.memory and a.shared for a in self.function.arrays):
+                self.busy_us += self.passes(index, mask, item, width) / self.gpu.shared
+            if isinstance(s, Store) and s.source:
+                self.access(Load("copied", s.type, s.source, s.value, 1, s.count, align=s.align), active)
+            return
         self.narrowest = min(self.narrowest, width if s.type.lanes > 1 else 16)
         self.touched.setdefault(key, []).append(index[mask] * item)
         for lane in range(0, s.type.lanes, width // item):

@@ -154,7 +154,10 @@ def fusions(kernel: Kernel, arguments: Mapping[str, Argument], grid: int | tuple
         if piece is not None:
             try:
                 found = decide(kernel, place, arguments, grid)
-                said = f"{found.choice} {found.fused_us:.0f} us (materialise {found.apart_us:.0f})"
+                times = {"fuse": found.fused_us, "stage": found.staged_us, "materialise": found.apart_us}
+                best = min(times, key=lambda form: times[form])
+                rest = ", ".join(f"{form} {us:.0f}" for form, us in times.items() if form != best)
+                said = f"{found.choice} {times[best]:.0f} us ({rest})"
             except TileError as error:
                 said = f"no decision: {error}"
             out.append(f"fusion        {piece.function.__name__}: {said}")

@@ -1,8 +1,8 @@
 """Whether what is bound to a kernel is computed in it, or by a kernel of its own with a tensor in between: by estimate.
 
 Fusing saves a launch and the tensor's way through memory. It loses where many instances would compute the same again,
-or read it by narrow accesses. No schedule of this compiler copies a fragment's raw input to shared memory ahead of its
-use (`async_copy`): a load is a value of the thread that asks for it, and what waits in shared memory went through it.
+or read it by narrow accesses. Where they are narrow because memory lies the other way round than the tile, what is read
+or stored may pass through shared memory, by wide accesses along the axis that has neighbours there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ WIDE = 8  # bytes that an access of vectors moves at least
 @dataclass(frozen=True)
 class Decision:
     """`choice` for the fragment in a `place` of a kernel: "fuse_vector"; "fuse_scalar", which is fused though accesses
-    to rows move less than 8 bytes at once for it; or "materialise". Both times in microseconds, of launches with the
-    usual schedules; infinity where the fused kernel does not fit a block. `between`: the element type of the tensor in
-    between; `forms`: what to run, in turn, and where."""
+    to rows move less than 8 bytes at once for it; "stage", fused through shared memory; or "materialise". Times in
+    microseconds, of launches with the usual schedules; infinity where a fused kernel does not fit a block. `between`:
+    the element type of the tensor in between; `forms`: what to run, in turn, and where."""
 
     kernel: Kernel
     place: str
     choice: str
     fused_us: float
+    staged_us: float
     apart_us: float
     between: DType
     forms: tuple[tuple[str, Grid], ...]
@@ -76,6 +77,7 @@ def decide(
     if known.dtype is None:
         raise TileError(f"{kernel.name}: what is bound to {place!r} is not called with a tile and its place")
     dtype = between or known.dtype
+    programs["staged"] = apart(kernel, place, "staged").trace(arguments)
     types = {**arguments, f"{place}_between": ViewType(dtype, (None,) * known.rank, align=16)}
     programs |= {form: apart(kernel, place, form).trace(types) for form in ("own", "rest")}
     first, second = ("own", "rest") if known.prologue else ("rest", "own")
@@ -83,12 +85,16 @@ def decide(
         raise TileError(f"{kernel.name}: what is bound to {place!r} has no form of its own: {why}")
     asked = {n.attrs["axis"] for n in reachable(programs["own"]) if n.op in ("program_id", "num_programs")}
     own = grid_of(kernel.name, tuple(n if axis in asked else 1 for axis, n in enumerate(whole)))
-    grids = {"fused": whole, "own": own, "rest": whole}
+    grids = {"fused": whole, "staged": whole, "own": own, "rest": whole}
     one, other = (estimate(programs[f], default(programs[f]), grids[f], gpu) for f in ("own", "rest"))
-    fused, many, narrowed = math.inf, one.us + other.us, False
-    with contextlib.suppress(LowerError):  # what the two can express, the one need not
-        both = estimate(programs["fused"], default(programs["fused"]), whole, gpu)
-        fused, narrowed = both.us, both.narrowest < WIDE <= other.narrowest
-    choice = "materialise" if many < fused else "fuse_scalar" if narrowed else "fuse_vector"
-    forms = [first, second] if many < fused else ["fused"]
-    return Decision(kernel, place, choice, fused, many, dtype, tuple((f, grids[f]) for f in forms))
+    times, narrowed = {"fused": math.inf, "staged": math.inf, "apart": one.us + other.us}, False
+    for form in ("fused", "staged"):
+        with contextlib.suppress(LowerError):  # what the two can express, the one need not
+            both = estimate(programs[form], default(programs[form]), whole, gpu)
+            times[form], narrowed = both.us, both.narrowest < WIDE <= other.narrowest if form == "fused" else narrowed
+    fused, staged, many = times.values()
+    best = min(times, key=lambda form: times[form])
+    fuse = "fuse_scalar" if narrowed else "fuse_vector"
+    choice = {"fused": fuse, "staged": "stage", "apart": "materialise"}[best]
+    forms = [first, second] if best == "apart" else [best]
+    return Decision(kernel, place, choice, fused, staged, many, dtype, tuple((f, grids[f]) for f in forms))

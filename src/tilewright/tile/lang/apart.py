@@ -10,19 +10,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilewright.tile.analysis.parting import Called
+from tilewright.tile.analysis.places import turned
 from tilewright.tile.dtypes import DType, float8_e4m3fn
 from tilewright.tile.ir.tile_ir import Node
+from tilewright.tile.lang.functions import Functions
 from tilewright.tile.lang.kernel import Fragment, Kernel
-from tilewright.tile.lang.tiles import Tile
+from tilewright.tile.lang.tiles import Place, Tile
 
 
 class StandIn(Fragment):
-    """In a fragment's place: "fused" is the fragment; with "own" all else is left out, with "rest" the fragment. These
-    two have the fragment's arguments and the view `between`. Once "fused" was traced it knows the rank of that, the
-    narrowest type that loses nothing (None: no call had a tile and its place), and whether it is a prologue."""
+    """In a fragment's place: "fused" is the fragment; "staged" as well, and what it loads and stores passes through
+    shared memory; with "own" all else is left out, with "rest" the fragment. These two have the fragment's arguments
+    and the view `between`. Once it was traced fused it knows the rank of that, the narrowest type that loses nothing
+    (None: no call had a tile and its place), and whether it is a prologue."""
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
-        super().__init__(piece.function, piece.bound if form == "fused" else {**piece.bound, "between": between})
+        super().__init__(
+            piece.function, {**piece.bound, "between": between} if form in ("own", "rest") else piece.bound
+        )
         self.form, self.rank = form, 0
         self.dtype: DType | None = None
         self.prologue = False
@@ -31,6 +36,8 @@ class StandIn(Fragment):
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
         inner, own = super().inlined(handles), self.form == "own"
         between: Any = handles.get("between")
+        if self.form == "staged":
+            return lambda t, *given: inner(_Staging(t._t), *given)
 
         def call(t: Any, *given: Any) -> Any:
             first, effects = len(t._t.nodes), t._t.region.effects
@@ -60,6 +67,22 @@ class StandIn(Fragment):
         return call
 
 
+class _Staging(Functions):
+    """Loads and stores by whichever axis has the neighbours of memory; what is loaded waits in shared memory."""
+
+    def load(self, place: Place, mask: Any = None, other: Any = 0) -> Tile:
+        return self.stage(super().load(place, mask, other), "shared", self._order(place))
+
+    def store(self, place: Place, value: Any, mask: Any = None, order: tuple[int, ...] | None = None) -> None:
+        order = order or self._order(place)
+        if order and isinstance(value, Tile) and value.shape == place.shape:
+            value = self.stage(value, "shared")
+        super().store(place, value, mask, order)
+
+    def _order(self, place: Place) -> tuple[int, ...] | None:
+        return turned(place.view.type, tuple(i.node for i in place.index), place.shape) or None
+
+
 def _place(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The indices of the place that follows the value; () where something else does."""
     at: Any = () if any(isinstance(g, tuple) for g in given[2:]) else given[1:2]
@@ -73,6 +96,6 @@ def _narrowest(node: Node) -> DType:
 
 
 def apart(kernel: Kernel, place: str, form: str, between: Any = ...) -> Kernel:
-    """One of the two ("own" or "rest"), which takes what the kernel takes; or the kernel as it is ("fused")."""
+    """One of the two ("own" or "rest"), which takes what the kernel takes; or the whole, "fused" or "staged"."""
     piece = kernel.pieces()[place]
     return kernel if form == "fused" or piece is None else kernel.bind(**{place: StandIn(piece, form, between)})

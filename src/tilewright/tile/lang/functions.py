@@ -104,7 +104,7 @@ class Functions:
         Args:
             scope: "register", an error where it does not fit; or "shared". On a CPU both are an array of the thread.
             order: the axes, the one first along which neighbours are one thread's (vectors lie along it), then threads;
-                what threads are left take the next axis. It orders shared memory, too. Without it the last axis is.
+                what threads are left take the next axis. Without it that is the last axis, and the others are loops.
         """
         if scope not in SCOPES:
             raise TraceError(f"a tile waits in {' or '.join(SCOPES)}, not in {scope!r}")

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tilewright.tile.analysis.places import is_scalar
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Type
 from tilewright.tile.ir.thread_verify import verify
 from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
 from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
-from tilewright.tile.lower.phases import Phase, Plan, cone, folds, is_scalar, phases_in_order
+from tilewright.tile.lower.phases import Phase, Plan, cone, folds, phases_in_order
 from tilewright.tile.lower.reduce import BLOCK, Reductions
 from tilewright.tile.numbers import identity
 from tilewright.tile.schedule import Schedule
@@ -176,8 +177,7 @@ class Lowering(Reductions):
         else:
             value = self.emit(item, place)
             if self.phase is not None and item in self.phase.keep:
-                shape, mine = self.laid(item, item.shape), self.laid(item, self.place_of(item, place))
-                self.keep(self.array_of(item), item.dtype, shape, value, mine)
+                self.keep(self.array_of(item), item.dtype, item.shape, value, self.place_of(item, place))
 
     def fill(self, node: Node, array: str) -> None:
         """Write the identity of a reduction along an outer axis to a scratch array."""
@@ -213,15 +213,15 @@ class Lowering(Reductions):
             if not axes:
                 around(tuple(place), lambda: self.chunks(space, unroll, Row(along, place, body)))
                 return
-            with self.each(axes[0], self.size(space[axes[0]])) as place[axes[0]]:
+            with self.each(axes[0], space[axes[0]]) as place[axes[0]]:
                 level(axes[1:])
 
         level(outer)
 
     @contextmanager
-    def each(self, axis: int, size: Operand) -> Iterator[Index]:
+    def each(self, number: int, axis: Axis) -> Iterator[Index]:
         """The body of a loop over an outer axis."""
-        var = self.fresh("o")
+        var, size = self.fresh("o"), self.size(axis)
         with self.under(For, var, 0, size, 1):
             yield Index(var, self.depth)
 

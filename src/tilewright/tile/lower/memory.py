@@ -9,7 +9,6 @@ from __future__ import annotations
 import math as integers
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tilewright.tile import numbers
 from tilewright.tile.dtypes import DType, boolean, int64
@@ -18,7 +17,6 @@ from tilewright.tile.ir.tile_ir import Node, Shape, static_size
 from tilewright.tile.lower.elementwise import Emitter, Place, Value, counts_lanes
 from tilewright.tile.lower.phases import folds
 
-T = TypeVar("T")
 Term = tuple[Operand, int]
 """A scalar and the block that knows it."""
 
@@ -168,17 +166,14 @@ class Memory(Emitter):
 
     def read(self, node: Node, place: Place, depth: int) -> Value:
         if self._waits(node):
-            shape, place = self.laid(node, node.shape), self.laid(node, place)
-            return self._array(self.array_of(node), node.dtype, shape, place, depth)
+            return self._array(self.array_of(node), node, place, depth)
         if folds(node):
             result = self.results[node]
-            if isinstance(result, Value):
-                return result
-            return self._array(result, node.dtype, node.shape, place, depth)
+            return result if isinstance(result, Value) else self._array(result, node, place, depth)
         if node.op == "reshape":
-            return self._array(self.array_of(node.args[0]), node.dtype, node.shape, place, depth)
+            return self._array(self.array_of(node.args[0]), node, place, depth)
         if node.op == "get":
-            return self._array(self.cell(node.attrs["var"]), node.dtype, node.shape, place, depth)
+            return self._array(self.cell(node.attrs["var"]), node, place, depth)
         return self.load(node, place, depth)
 
     def load(self, node: Node, place: Place, depth: int) -> Value:
@@ -228,14 +223,8 @@ class Memory(Emitter):
         """The scratch array of a tile that waits."""
         key = ("array", node)
         if key not in self.arrays:
-            self.arrays[key] = self.room(key, "s", node.dtype, self.laid(node, node.shape))
+            self.arrays[key] = self.room(key, "s", node.dtype, node.shape)
         return self.arrays[key]
-
-    def laid(self, node: Node, axes: tuple[T, ...]) -> tuple[T, ...]:
-        """What a tile that waits has for each axis, in the order of its array: what is regrouped keeps its own."""
-        whole = any(n.op == "reshape" and n.args[0] is node for n in self.program.nodes)
-        order = () if whole else node.attrs.get("order", ())
-        return tuple(axes[k] for k in reversed(order)) or axes
 
     def cell(self, var: int) -> str:
         return self.arrays[("cell", var)]
@@ -255,9 +244,9 @@ class Memory(Emitter):
         """The type of what an array of this shape has at a place."""
         return Type(dtype, self.lanes if self.offset(shape, place)[1] else 1)
 
-    def _array(self, name: str, dtype: DType, shape: Shape, place: Place, depth: int) -> Value:
-        type = self.spread(dtype, shape, place)
-        return Value(self.load_array(name, type, shape, place, depth), type, depth)
+    def _array(self, name: str, node: Node, place: Place, depth: int) -> Value:
+        type = self.spread(node.dtype, node.shape, place)
+        return Value(self.load_array(name, type, node.shape, place, depth), type, depth)
 
     def load_array(self, name: str, type: Type, shape: Shape, place: Place, depth: int) -> str:
         index, lane = self.offset(shape, place)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tilewright.tile import dtypes
+from tilewright.tile.analysis.places import injective, is_scalar
 from tilewright.tile.ir.tile_ir import Node, Program, Region, Shape
 from tilewright.tile.ir.tile_verify import reachable
 
@@ -52,11 +53,6 @@ class Segment:
         made = Phase(self, level, space, order)
         self.phases.append(made)
         return made
-
-
-def is_scalar(shape: Shape) -> bool:
-    """Whether a value of this shape is one number."""
-    return all(a == 1 for a in shape)
 
 
 def folds(node: Node) -> bool:
@@ -273,36 +269,6 @@ def cone(root: Node) -> Iterator[Node]:
 
 def _cell(node: Node) -> int:
     return node.id if node.op == "var" else int(node.attrs["var"])
-
-
-def counting(index: tuple[Node, ...], shape: Shape) -> list[Node]:
-    """The indices that count along an axis of a shape."""
-    return [node for node in index if _counts(node, len(shape)) is not None]
-
-
-def injective(index: tuple[Node, ...], shape: Shape) -> bool:
-    """Whether different elements of a shape have different places: each axis counts along one index of its own."""
-    free = [i for i, a in enumerate(shape) if a != 1]
-    counted = {axis for node in index if (axis := _counts(node, len(shape))) is not None}
-    return set(free) <= counted
-
-
-def _counts(node: Node, rank: int) -> int | None:
-    """The axis of a shape of `rank` along which an index is a count plus something that does not vary."""
-    if node.op == "arange":
-        return rank - 1
-    if node.op == "broadcast":
-        inner = _counts(node.args[0], len(node.args[0].shape))
-        if inner is None or inner not in node.attrs["axes"]:
-            return None
-        return int(rank - len(node.shape) + node.attrs["axes"].index(inner))
-    if node.op == "binary" and node.attrs["kind"] in ("add", "sub"):
-        left, right = node.args
-        if is_scalar(right.shape):
-            return _counts(left, rank)
-        if is_scalar(left.shape):
-            return _counts(right, rank)
-    return None
 
 
 def phases_in_order(segment: Segment) -> Iterator[tuple[list[Node], list[Phase]]]:

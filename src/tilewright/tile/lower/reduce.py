@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tilewright.tile.analysis.places import is_scalar
 from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, If, Let, Operand, Type
 from tilewright.tile.ir.tile_ir import Node, Program, static_size
 from tilewright.tile.lower.elementwise import ZERO, Place, Value, counts_lanes
 from tilewright.tile.lower.memory import Memory
-from tilewright.tile.lower.phases import Plan, is_scalar
+from tilewright.tile.lower.phases import Plan
 from tilewright.tile.numbers import identity
 
 UNROLL = 4

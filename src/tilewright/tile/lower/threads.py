@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.tile.analysis.places import counting, injective
 from tilewright.tile.dtypes import DType, boolean
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import (
@@ -29,11 +30,11 @@ from tilewright.tile.ir.thread_ir import (
     Wait,
 )
 from tilewright.tile.ir.thread_uniform import WARP
-from tilewright.tile.ir.tile_ir import Node, Program, Region, Shape, static_size
+from tilewright.tile.ir.tile_ir import Axis, Node, Program, Region, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
-from tilewright.tile.lower.phases import Phase, Plan, cone, counting, injective
+from tilewright.tile.lower.phases import Phase, Plan, cone
 from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
@@ -171,17 +172,17 @@ class Threads(Lowering):
 
     def _copied(self, item: Node, place: Place) -> bool:
         """What is only loaded comes to shared memory by itself, if an instruction copies so many bytes."""
-        load, shape = item.args[0], self.laid(item, item.shape)
+        load = item.args[0]
         if load.op != "load" or load.attrs["masked"] or item.attrs["scope"] != "shared":
             return False
         view, array = load.attrs["view"], self.array_of(item)
         index, stride, scattered = self._reached(load, place, False)
-        at, lane = self.offset(self.padded.get(array, shape), self.laid(item, place))
+        at, lane = self.offset(self.padded.get(array, item.shape), place)
         if any(self.program.may_meet(view, w) for w in self.program.written()) or scattered or (stride, lane) != (1, 1):
             return False
         memory = self.parameter(f"p_{view}", "pointer", view, 0, load.dtype)
         made = Store(array, Type(load.dtype, self.lanes), at, index, 1, self.tail, None, False, load.line,
-                     self._dealt(array, shape, self.laid(item, place)), source=memory)  # fmt: skip
+                     self._dealt(array, item.shape, place), source=memory)  # fmt: skip
         if made.type.lanes == 1 or self._proven(made).align < COPIED:
             return False
         self.put(self.depth, made)
@@ -212,12 +213,12 @@ class Threads(Lowering):
         (self.start, self.width, self.layout), self.beside = usual, None
 
     @contextmanager
-    def each(self, axis: int, size: Operand) -> Iterator[Index]:
-        if self.beside is None or self.beside[0] != axis:
-            with super().each(axis, size) as found:
+    def each(self, number: int, axis: Axis) -> Iterator[Index]:
+        if self.beside is None or self.beside[0] != number:
+            with super().each(number, axis) as found:
                 yield found
             return
-        var, (_, rows, row) = self.fresh("o"), self.beside
+        var, size, (_, rows, row) = self.fresh("o"), self.size(axis), self.beside
         with self.under(For, var, 0, size, rows):
             at = self.let(self.depth, COUNT, "add", var, row)
             if isinstance(size, int) and size % rows == 0:
