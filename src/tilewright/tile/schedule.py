@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.tile_ir import Program, static_size
+from tilewright.tile.ir.tile_ir import Program, elements, static_size
 
 WIDEST = 16
 """Bytes that one access of a thread moves at most."""
@@ -60,7 +60,11 @@ def worth_timing(program: Program, most: int) -> tuple[Schedule, ...]:
 
 
 def longest_row(program: Program) -> int:
-    """The most elements that the last axis of any tile has."""
+    """The most elements that are dealt to threads at once: those of the last axis of any tile; or of all of it, where
+    the author gave an order and nothing is folded."""
+    ordered = [elements(n.shape) for n in program.nodes if "order" in n.attrs]
+    if ordered and not any(n.op == "reduce" for n in program.nodes):
+        return max(ordered)
     return max((static_size(n.shape[-1]) for n in program.nodes if n.shape), default=1)
 
 

@@ -34,7 +34,7 @@ from tilewright.tile.ir.tile_ir import Axis, Node, Program, Region, Shape, stati
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
-from tilewright.tile.lower.phases import Phase, Plan, cone
+from tilewright.tile.lower.phases import Phase, Plan, cone, folds
 from tilewright.tile.lower.reduce import Accumulator, operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
@@ -76,6 +76,7 @@ class Threads(Lowering):
         self.padded: dict[str, Shape] = {}
         self.beside: tuple[int, int, str] | None = None
         """Where threads lie along two axes: the second one, how many, and which one this is."""
+        self.ordered = any("order" in e.attrs for e in program.effects())
         self.pending: set[Node] = set()
         """Staged tiles that are on their way."""
         self.tid = self.parameter("tid", "builtin", "thread")
@@ -195,8 +196,10 @@ class Threads(Lowering):
         self, space: Shape, along: int, unroll: int, body: Body,
         around: Callable[[Place, Callable[[], None]], None],
     ) -> None:  # fmt: skip
-        """Where the author gave an order, threads that the first axis leaves over take the next."""
+        """Where the author gave an order, and all around it, threads that the first axis leaves over take the next."""
         order = self.phase.order if self.phase is not None else ()
+        if self.ordered and not order and self.phase is not None and not any(map(folds, self.phase.items)):
+            order = tuple(reversed(range(len(space))))
         second = next((k for k in order if space[k] != 1 and k != along), None)
         columns = min(1 << (-(-static_size(space[along]) // self.lanes) - 1).bit_length(), self.schedule.threads)
         if second is None or columns == self.schedule.threads:
