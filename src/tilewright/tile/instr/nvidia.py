@@ -138,6 +138,12 @@ template <class T> fn T abs_of(T a) {
     Record("mask_of", "fn i32v mask_of(i32v m) { return m; }"),
     Record("select_of", """template <class V> fn V select_of(i32v m, V a, V b) {
   EACH a[l] = m[l] ? a[l] : b[l]; return a; }"""),
+    Record("select_bits", """fn f32 select_of_bits(bool m, f32 a, f32 b) {  // ptxas takes 1 and -0 for 1 and 0
+  u32 r; asm("{ .reg .pred p; setp.ne.s32 p, %3, 0; selp.b32 %0, %1, %2, p; }"
+    : "=r"(r) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"((i32)m)); return __uint_as_float(r); }
+template <class V> fn f32 select_bits(bool m, f32 a, f32 b) { return select_of_bits(m, a, b); }
+template <class V> fn f32v select_bits(i32v m, f32v a, f32v b) {
+  EACH a[l] = select_of_bits(m[l] != 0, a[l], b[l]); return a; }"""),
     Record("lanes_below", "fn i32v lanes_below(i64 n) { i32v r; EACH r[l] = -(i32)(l < n); return r; }"),
     Record("philox", PHILOX.replace("static inline", "fn") + """
 fn u32v philox(i64v seed, i64v counter, i64v row, i64v word) {

@@ -87,6 +87,8 @@ static inline u32v mulhi(u32v a, u32v b) {
     Record("mask_of", "static inline i32v mask_of(i64v m) { return __builtin_convertvector(m, i32v); }\n"
                       "static inline i32v mask_of(i32v m) { return m; }"),
     Record("wide_mask", "static inline i64v wide_mask(i32v m) { return __builtin_convertvector(m, i64v); }"),
+    Record("select_bits", """template <class V, class M> static inline V select_bits(M m, V a, V b) {
+  return m ? a : b; }"""),
     Record("select_of", """template <class V> static inline V select_of(i32v m, V a, V b) {
   if constexpr (sizeof(a[0]) == 8) return wide_mask(m) ? a : b;
   else if constexpr (sizeof(a[0]) == 2) return __builtin_convertvector(m, i16v) ? a : b;

@@ -87,7 +87,7 @@ class Machine:
         self.memories: dict[str, Memory] = {}
         self.values: dict[str, Any] = {}
         self.copies: list[tuple[Any, ...]] = []
-        """What is on its way: a memory, and what is stored there once it is waited for."""
+        """What is on its way: a memory, its places, and what is stored there once it is waited for."""
         self.undefined: dict[str, Array] = {}
         """Of a value with lanes that come from memory that nobody wrote: which. A register is `name[number]`."""
 
@@ -153,7 +153,8 @@ class Machine:
             elif isinstance(s, ir.Print):
                 self.print(s, active)
             elif isinstance(s, ir.Wait):
-                for memory, *given in self.copies:
+                for memory, at, *given in self.copies:
+                    memory.places.busy[at] = False
                     memory.store(*given)
                 self.copies.clear()
             else:
@@ -231,8 +232,10 @@ class Machine:
             self.known(s.value, mask, "an address", s.line)
             self.aligned(s, source, where, active & mask.any(1, keepdims=True))
             found, _ = source.load(where, mask, thread, s.line)
-            self.copies.append((memory, index, mask, thread, found, None, s.line))
             memory.store(index, mask, thread, found, np.ones_like(mask), s.line)  # nothing is there yet
+            _, at = memory.at(index, mask, "copy", s.line)
+            memory.places.busy[at] = True
+            self.copies.append((memory, at, index, mask, thread, found, None, s.line))
             return
         if isinstance(s, ir.Store):
             value = self.value(s.value, s.type.dtype)

@@ -49,6 +49,8 @@ class Places:
         self.lines: list[tuple[str, Line | None]] = [("", None)]
         self.numbers: dict[tuple[str, Line | None], int] = {}
         self.reads, self.writes = Touched(count), Touched(count)
+        self.busy = np.zeros(count, bool)
+        """Where a copy is on its way to."""
 
     def touch(self, name: str, line: Line | None, at: Array, thread: Array, *, writing: bool) -> None:
         """Threads touch places, all at once.
@@ -56,6 +58,8 @@ class Places:
         Raises:
             RaceError: with each other, or with an earlier access.
         """
+        if self.busy[at].any():
+            raise RaceError(f"{name}: a copy is on its way to where thread {thread[self.busy[at]][0]} comes", line)
         key = (name, line)
         number = self.numbers.setdefault(key, len(self.lines))
         if number == len(self.lines):

@@ -148,6 +148,8 @@ _TEST = Type(boolean)
 def _select(s: Let) -> str:
     a, b = (operand(x, s.type) for x in s.args[1:])
     test = operand(s.args[0], _TEST)
+    if any(isinstance(x, float) and str(x) == "-0.0" for x in s.args[1:]):
+        return f"select_bits<{c_type(s.type)}>({test}, {a}, {b})"
     return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
 
 

@@ -83,9 +83,10 @@ _Use = tuple[int, tuple[int, ...]]
 def _meeting(function: Function) -> set[frozenset[str]]:
     """The pairs of arrays that need bytes of their own."""
     uses: dict[str, list[_Use]] = {a.name: [] for a in function.arrays if a.shared}
-    copied = {s.memory for s in function.statements() if isinstance(s, Store) and s.source}
     barriers: list[_Use] = []
     places = itertools.count()
+    found: set[frozenset[str]] = set()
+    flying: set[str] = set()  # what a copy is on its way to: no barrier parts it from anything
     enough = ("block", "warp") if function.threads <= WARP else ("block",)
 
     def walk(body: Iterable[Statement], path: tuple[int, ...], loop: int | None) -> None:
@@ -97,14 +98,14 @@ def _meeting(function: Function) -> set[frozenset[str]]:
                 walk(s.body, path, at)
             elif isinstance(s, (Load, Store)) and s.memory in uses:
                 uses[s.memory].append((at, path))
+                found.update(frozenset((s.memory, name)) for name in flying - {s.memory})
+                flying.update({s.memory} if isinstance(s, Store) and s.source else ())
             elif isinstance(s, Wait):
-                for name in copied:
-                    uses[name].append((at, path))
+                flying.clear()
             elif isinstance(s, Barrier) and s.scope in enough and loop is None:
                 barriers.append((at, path))
 
     walk(function.body, (), None)
-    found = set()
     for a, b in itertools.combinations(uses, 2):
         one, other = sorted((uses[a], uses[b]), key=lambda u: min((at for at, _ in u), default=0))
         if not all(_parted(x, y, barriers) for x in one for y in other):
