@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import math
 import sys
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,9 @@ OLDER = ROOT / "benchmarks/results/nvidia-h200/tile.jsonl"
 @cache
 def scripts(name: str) -> Any:
     """A module of the folder of scripts."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))
+    return importlib.import_module(name)
 
 
 @cache
@@ -53,48 +54,58 @@ def estimated() -> dict[str, dict[str, float]]:
     }
 
 
-def forms(text: str) -> tuple[float, float, float, float]:
-    """(fused, apart) as measured, and as estimated."""
+def forms(text: str) -> tuple[dict[str, float], dict[str, float]]:
+    """What each choice takes, as measured and as estimated."""
     mine, row = estimated()[text], measured()[text]
-    return row["fused_us"], row["apart_us"], mine["fused"], mine["first"] + mine["second"]
+    taken = {form: row[f"{form}_us"] for form in ("fused", "staged", "apart")}
+    return taken, {"fused": mine["fused"], "staged": mine["staged"], "apart": mine["first"] + mine["second"]}
+
+
+def least(times: dict[str, float]) -> str:
+    return min(times, key=lambda form: times[form])
 
 
 # The model against the measurement ----------------------------------------------------------------------------------
 
 
-def test_every_case_was_measured_and_both_forms_gave_the_same_values() -> None:
+def test_every_case_was_measured_and_all_forms_gave_the_same_values() -> None:
     assert estimated().keys() == measured().keys() and len(measured()) >= 40
     assert not any(row["far"] for row in measured().values())
 
 
 def test_what_the_model_chooses_costs_little_more_than_the_best() -> None:
     rows = [forms(text) for text in measured()]
-    chosen = sum(fused if a <= b else apart for fused, apart, a, b in rows)
-    assert chosen <= 1.1 * sum(min(fused, apart) for fused, apart, _, _ in rows)
-    always = sum(fused for fused, *_ in rows)
-    assert always > 1.3 * chosen  # the choice is worth something: to fuse always costs more
+    chosen = sum(taken[least(mine)] for taken, mine in rows)
+    assert chosen <= 1.1 * sum(min(taken.values()) for taken, _ in rows)
+    assert sum(taken["fused"] for taken, _ in rows) > 1.5 * chosen  # the choice is worth something
+    assert {least(mine) for _, mine in rows} == {"fused", "staged", "apart"}
 
 
-def test_the_order_of_the_forms_is_the_measured_one_where_they_differ() -> None:
-    apart = 0
+def test_the_fastest_form_is_the_measured_one_where_others_differ() -> None:
+    """But for copies ahead of use in the order of memory: they hide latency, which is not counted."""
+    seen = Counter[str]()
     for text in measured():
-        fused, many, a, b = forms(text)
-        if abs(fused - many) > 0.1 * max(fused, many):
-            assert (fused < many) == (a < b), text
-            apart += many < fused
-    assert apart >= 10
+        taken, mine = forms(text)
+        best = least(taken)
+        for form in taken:
+            alike = "turned" not in text and {form, best} == {"fused", "staged"}
+            if taken[form] > 1.1 * taken[best] and not alike:
+                assert mine[best] < mine[form], (text, best, form)
+                seen[best] += 1
+    assert min(seen[form] for form in ("fused", "staged", "apart")) >= 10
 
 
 def test_estimates_are_near_what_was_measured() -> None:
-    """Of kernels alone, with the best of their schedules; what narrow accesses cost is known to a factor of 2.8."""
+    """Of kernels alone with a row an instance, with the best of their schedules; what narrow accesses cost is known to
+    a factor of 2.3. Instances of several rows wait for themselves in turn."""
     ratios = sorted(
         mine / min(r["us"] for r in measured()[text]["forms"][form] if "us" in r)
-        for text, times in estimated().items() if "in chunks" not in text
+        for text, times in estimated().items() if "in chunks" not in text and "blocks" not in text
         for form, mine in times.items()
     )  # fmt: skip
     assert 0.9 < ratios[len(ratios) // 2] < 1.1
     assert sum(0.8 < r < 1.25 for r in ratios) > 0.8 * len(ratios)
-    assert ratios[0] > 0.5 and ratios[-1] < 2.8
+    assert ratios[0] > 0.5 and ratios[-1] < 2.4
 
 
 def test_the_table_is_what_copies_and_chains_took() -> None:
@@ -105,6 +116,12 @@ def test_the_table_is_what_copies_and_chains_took() -> None:
         part = half.get((row.get("side"), row.get("dtype"), row.get("width")))
         if row["probe"] == "width" and part is not None:  # vectors of 16 bytes, stored in parts
             assert H200.bandwidth(part, True) == pytest.approx(row["bytes"] / 2 / row["us"], rel=0.02), row
+    few, many = (row for row in probes if row["probe"] == "turns")
+    free = replace(H200, memory=1e30, loads=[[0.01, 1e30], [1, 1e30]], stores=[[0.01, 1e30], [1, 1e30]], shared=1.0)
+    free = replace(free, operations=1e30)
+    one, more = (estimate(p.program, p.schedule, (p.rows // p.block, 1, 1), free).us
+                 for p in scripts("tile_fusion_probes").probes() if p.name["probe"] == "turns")  # fmt: skip
+    assert H200.shared == pytest.approx((more - one) / (many["us"] - few["us"]), rel=0.02)
     most = max(row["bytes"] / row["us"] for row in probes if row.get("width") == 16)
     assert H200.memory == pytest.approx(most, rel=0.05)
     launch = min(row["us"] for row in probes if row["probe"] == "launch")
@@ -295,7 +312,9 @@ def test_an_explanation_has_the_estimate_and_a_line_for_each_fragment() -> None:
     )
     found = [decide(made, place, types, 8192) for place in ("prologue", "epilogue")]
     for line, name, one in zip(lines[-2:], ("kept", "quantized"), found, strict=True):
-        assert line == f"fusion        {name}: fuse_vector {one.fused_us:.0f} us (materialise {one.apart_us:.0f})"
+        other = "" if math.isinf(one.staged_us) else f"stage {one.staged_us:.0f}, "
+        told = f"fuse_vector {one.fused_us:.0f} us ({other}materialise {one.apart_us:.0f})"
+        assert line == f"fusion        {name}: {told}"
     assert not any(
         line.startswith(("fusion", "estimate")) for line in tile.explain(made, types, gpu="sm_90").splitlines()
     )

@@ -31,8 +31,8 @@ WIDE = 8  # bytes that an access of vectors moves at least
 class Decision:
     """`choice` for the fragment in a `place` of a kernel: "fuse_vector"; "fuse_scalar", which is fused though accesses
     to rows move less than 8 bytes at once for it; "stage", fused through shared memory; or "materialise". Times in
-    microseconds, of launches with the usual schedules; infinity where a fused kernel does not fit a block. `between`:
-    the element type of the tensor in between; `forms`: what to run, in turn, and where."""
+    microseconds, of launches with the usual schedules; infinity where a fused kernel does not fit a block, or has
+    nothing to stage. `between`: the element type of the tensor in between; `forms`: what to run, in turn, and where."""
 
     kernel: Kernel
     place: str
@@ -88,7 +88,7 @@ def decide(
     grids = {"fused": whole, "staged": whole, "own": own, "rest": whole}
     one, other = (estimate(programs[f], default(programs[f]), grids[f], gpu) for f in ("own", "rest"))
     times, narrowed = {"fused": math.inf, "staged": math.inf, "apart": one.us + other.us}, False
-    for form in ("fused", "staged"):
+    for form in ("fused", "staged") if any(e.op == "stage" for e in programs["staged"].effects()) else ("fused",):
         with contextlib.suppress(LowerError):  # what the two can express, the one need not
             both = estimate(programs[form], default(programs[form]), whole, gpu)
             times[form], narrowed = both.us, both.narrowest < WIDE <= other.narrowest if form == "fused" else narrowed
