@@ -1,8 +1,7 @@
 """Memory as the emulator sees it: tensors and arrays by element, with what was ever written and who touched it when.
 
 A race is found by epochs: two accesses of different threads to one place, of which one writes, need a barrier of the
-block between them, or one of the warp where both are in it. Of the readers since the last barrier of the block a place
-remembers as many as decide whether any later write races. What runs is in `emulator`.
+block between them, or one of the warp where both are in it. What runs is in `emulator`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ from tilewright.tile.dtypes import Array, DType
 from tilewright.tile.errors import Line, RaceError, RunError
 from tilewright.tile.ir.thread_uniform import WARP
 
+LINES = 1 << 32
+"""An access is kept as thread * LINES + the number of its line, so that the least one is the first thread's."""
+
 
 @dataclass
 class Clock:
@@ -32,13 +34,20 @@ class Clock:
 
 
 class Touched:
-    """One kind of access (reads, or writes) to each place: the last one, and what of the others still matters."""
+    """One kind of access (reads, or writes) by place and warp: the barriers before the last one, and the first and the
+    last of the warp's threads since those, with their lines. So every race is seen."""
 
-    def __init__(self, places: int) -> None:
-        self.block, self.warp = np.full(places, -1, np.int64), np.zeros(places, np.int64)
-        self.thread, self.same, self.other = (np.full(places, -1, np.int32) for _ in range(3))
-        """A thread; another one of its warp since the warp's last barrier; one of another warp. -1: none."""
-        self.line = np.zeros(places, np.int32)
+    def __init__(self, places: int, warps: int) -> None:
+        self.block, self.warp, self.low, self.high = (np.full((places, warps), -1, np.int64) for _ in range(4))
+
+    def note(self, cell: tuple[Array, Array], who: Array, clock: Clock) -> None:
+        """`who`: see `LINES`. Cells may be named more than once."""
+        old = (self.block[cell] != clock.block) | (self.warp[cell] != clock.warp[cell[1]])
+        fresh = cell[0][old], cell[1][old]
+        self.low[fresh] = self.high[fresh] = who[old]
+        np.minimum.at(self.low, cell, who)
+        np.maximum.at(self.high, cell, who)
+        self.block[cell], self.warp[cell] = clock.block, clock.warp[cell[1]]
 
 
 class Places:
@@ -46,9 +55,8 @@ class Places:
 
     def __init__(self, count: int, *, written: bool, clock: Clock) -> None:
         self.written, self.clock = np.full(count, written), clock
-        self.lines: list[tuple[str, Line | None]] = [("", None)]
-        self.numbers: dict[tuple[str, Line | None], int] = {}
-        self.reads, self.writes = Touched(count), Touched(count)
+        self.lines: dict[tuple[str, Line | None], int] = {}
+        self.reads, self.writes = Touched(count, len(clock.warp)), Touched(count, len(clock.warp))
 
     def touch(self, name: str, line: Line | None, at: Array, thread: Array, *, writing: bool) -> None:
         """Threads touch places, all at once.
@@ -56,58 +64,29 @@ class Places:
         Raises:
             RaceError: with each other, or with an earlier access.
         """
-        key = (name, line)
-        number = self.numbers.setdefault(key, len(self.lines))
-        if number == len(self.lines):
-            self.lines.append(key)
-        order = np.argsort(at, kind="stable")
-        at, thread = at[order], thread[order]
-        first = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
-        place = at[first]
-        low, high = np.minimum.reduceat(thread, first), np.maximum.reduceat(thread, first)
+        who = thread.astype(np.int64) * LINES + self.lines.setdefault((name, line), len(self.lines))
+        does = "writes" if writing else "reads"
         if writing:
-            self._refuse(low != high, place, low, high, np.full(len(place), number), "writes", number, "writes")
-            self._check(self.reads, "read", place, low, "writes", number)
-        for one in (low, high) if not writing else (low,):
-            self._check(self.writes, "wrote", place, one, "writes" if writing else "reads", number)
-        self._note(self.writes if writing else self.reads, place, low, high, number)
+            self._check(self.reads, "read", at, who, does)
+        self._check(self.writes, "wrote", at, who, does)
+        (self.writes if writing else self.reads).note((at, thread // WARP), who, self.clock)
+        if writing:
+            self._check(self.writes, "writes", at, who, does)
 
-    def _check(self, past: Touched, did: str, place: Array, now: Array, does: str, number: int) -> None:
-        """Whether a thread at each place meets what an earlier access left there."""
-        recent, before = past.block[place] == self.clock.block, past.thread[place]
-        for who in (before, past.same[place], past.other[place]):
-            parted = (who // WARP == now // WARP) & (past.warp[place] < self.clock.warp[now // WARP])
-            self._refuse(recent & (who >= 0) & (who != now) & ~parted, place, who, now, past.line[place], did, number,
-                         does)  # fmt: skip
-
-    def _refuse(
-        self, wrong: Array, place: Array, who: Array, now: Array, line: Array, did: str, number: int, does: str
-    ) -> None:
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            (name, mine), (_, other) = self.lines[number], self.lines[line[i]]
-            there, here = (f" at {found}" if found is not None else "" for found in (other, mine))
-            raise RaceError(f"{name}, place {place[i]}: thread {who[i]} {did}{there}, and thread {now[i]} "
-                            f"{does}{here}, with no barrier between", mine)  # fmt: skip
-
-    def _note(self, past: Touched, place: Array, low: Array, high: Array, number: int) -> None:
-        """Remember an access by the threads from `low` to `high`, as far as it adds to what may race later."""
-        none, warp, now = np.int32(-1), low // WARP, self.clock.warp[low // WARP]
-        thread, same, other = past.thread[place], past.same[place], past.other[place]
-        fresh = past.block[place] != self.clock.block
-        again = ~fresh & (other < 0) & (thread // WARP == warp) & (past.warp[place] < now)
-        over = (fresh | again) if past is self.reads else np.full(len(place), True)
-        near = high // WARP == warp
-        beyond = np.where(thread // WARP != warp, low, np.where(near, none, high))
-        second = np.where(low != thread, low, np.where(high != thread, high, none))
-        mine = ~over & (thread // WARP == warp)
-        past.same[place] = np.where(over, np.where(near & (high != low), high, none),
-                                    np.where(mine & (same < 0) & near, second, same))  # fmt: skip
-        past.other[place] = np.where(over, np.where(near, none, high), np.where(other < 0, beyond, other))
-        past.warp[place] = np.where(over, now, past.warp[place])
-        past.line[place] = np.where(over, number, past.line[place])
-        past.thread[place] = np.where(over, low, thread)
-        past.block[place] = self.clock.block
+    def _check(self, past: Touched, did: str, at: Array, now: Array, does: str) -> None:
+        """Whether a thread meets at its place what another one did there, with no barrier in between."""
+        thread = now[:, None] // LINES
+        own = np.arange(len(self.clock.warp)) == thread // WARP
+        near = (past.block[at] == self.clock.block) & (~own | (past.warp[at] == self.clock.warp))
+        for who in (past.low[at], past.high[at]):
+            wrong = near & (who // LINES != thread)
+            if wrong.any():
+                i = max(np.flatnonzero(wrong.any(1)), key=lambda i: (-at[i], thread[i, 0]))
+                other, lines = who[i][wrong[i]][0], list(self.lines)
+                (name, mine), (_, its) = lines[now[i] % LINES], lines[other % LINES]
+                there, here = (f" at {found}" if found is not None else "" for found in (its, mine))
+                raise RaceError(f"{name}, place {at[i]}: thread {other // LINES} {did}{there}, and thread "
+                                f"{thread[i, 0]} {does}{here}, with no barrier between", mine)  # fmt: skip
 
 
 @dataclass
