@@ -107,11 +107,12 @@ class Memory:
     array: bool = False
     """Whether it may be read before it is written, if nothing comes of it."""
 
-    def at(self, index: Array, mask: Array, doing: str, line: Line | None) -> tuple[Array, Array]:
-        """(elements of `raw`, their places) that are touched; masked-off ones at the first element.
+    def at(self, index: Array, mask: Array, thread: Array, line: Line | None, *, writing: bool) -> tuple[Array, Array]:
+        """(elements of `raw`, their places) that are touched now; masked-off ones at the first element.
 
         Raises:
             RunError: beyond the tensor or the array.
+            RaceError: see `Places.touch`.
         """
         found = index + self.start
         beyond = mask & ((found < 0) | (found >= len(self.raw)))
@@ -119,17 +120,18 @@ class Memory:
         if self.inside is not None:
             beyond = beyond | (mask & ~self.inside[found])
         if beyond.any():
-            raise RunError(f"{doing} of {self.name}: element {int(index[beyond].flat[0])} is none of its", line)
-        places = self.first + found[mask] * self.size
-        return found, np.asarray((places[:, None] + np.arange(self.size)).reshape(-1))
+            doing, element = "store" if writing else "load", int(index[beyond].flat[0])
+            raise RunError(f"{doing} of {self.name}: element {element} is none of its", line)
+        places = ((self.first + found[mask] * self.size)[:, None] + np.arange(self.size)).reshape(-1)
+        if self.places.clock.threads > 1:
+            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=writing)
+        return found, places
 
     def load(self, index: Array, mask: Array, thread: Array, line: Line | None) -> tuple[Array, Array | None]:
         """(values, which of them nobody ever wrote, or None for none of them)."""
         if not mask.any():
             return np.zeros(index.shape, self.dtype.values), None
-        found, places = self.at(index, mask, "load", line)
-        if self.places.clock.threads > 1:
-            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=False)
+        found, places = self.at(index, mask, thread, line, writing=False)
         values = self.dtype.decode(self.raw[found])
         written = self.places.written[places]
         if written.all():
@@ -145,44 +147,41 @@ class Memory:
     ) -> None:
         if not mask.any():
             return
-        found, places = self.at(index, mask, "store", line)
-        unknown = None if undefined is None else np.broadcast_to(undefined, index.shape)[mask]
-        if unknown is not None and unknown.any() and not self.array:
+        unknown = np.broadcast_to(False if undefined is None else undefined, index.shape)[mask]
+        if unknown.any() and not self.array:
             raise RunError(f"store to {self.name} of what comes from memory that nobody has written", line)
-        if self.places.clock.threads > 1:
-            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=True)
+        found, places = self.at(index, mask, thread, line, writing=True)
         self.raw[found[mask]] = self.dtype.encode(np.broadcast_to(value, index.shape)[mask])
-        self.places.written[places] = True if unknown is None else np.repeat(~unknown, self.size)
+        self.places.written[places] = np.repeat(~unknown, self.size)
 
 
 def tensors(arguments: Mapping[str, tuple[Array, DType]], outputs: tuple[str, ...], clock: Clock) -> dict[str, Memory]:
     """The memory of arguments; those that share bytes share their places. Outputs are poisoned."""
-    flat: dict[str, tuple[int, Array, int, Array]] = {}
+    flat: dict[str, tuple[Array, Array, int]] = {}
+    extents: dict[str, tuple[int, int]] = {}
     for name, (raw, _) in arguments.items():
         if name in outputs:
             raw[...] = poison(raw.dtype)
         upward = raw[tuple(slice(None, None, -1 if s < 0 else 1) for s in raw.strides)]
-        steps = [abs(s) // raw.itemsize for s in raw.strides]
+        steps = [s // raw.itemsize for s in upward.strides]
         count = sum((n - 1) * s for n, s in zip(raw.shape, steps, strict=True)) + 1 if raw.size else 0
-        whole = np.lib.stride_tricks.as_strided(upward, (count,), (raw.itemsize,))
-        inside = np.zeros(count, bool)
+        whole, inside = np.lib.stride_tricks.as_strided(upward, (count,), (raw.itemsize,)), np.zeros(count, bool)
         if raw.size:
             np.lib.stride_tricks.as_strided(inside, raw.shape, steps)[...] = True
-        start = (raw.ctypes.data - upward.ctypes.data) // raw.itemsize
-        flat[name] = upward.ctypes.data, whole, start, inside
+        low = whole.ctypes.data
+        flat[name], extents[name] = (whole, inside, (raw.ctypes.data - low) // raw.itemsize), (low, low + whole.nbytes)
     made: dict[str, Memory] = {}
-    for group in _sharing({n: (low, low + w.nbytes) for n, (low, w, _, _) in flat.items()}):
-        least, most = min(flat[n][0] for n in group), max(flat[n][0] + flat[n][1].nbytes for n in group)
-        unit = math.gcd(*(x for n in group for x in (flat[n][1].itemsize, flat[n][0] - least)))
+    for group in _sharing(extents):
+        least, most = extents[group[0]][0], max(extents[n][1] for n in group)
+        unit = math.gcd(*(x for n in group for x in (flat[n][0].itemsize, extents[n][0] - least)))
         places = Places((most - least) // unit, written=True, clock=clock)
         for n in group:
-            low, whole, start, inside = flat[n]
-            dense = bool(inside.all())
-            m = made[n] = Memory(n, arguments[n][1], whole, places, start, (low - least) // unit,
-                                 whole.itemsize // unit, None if dense else inside)  # fmt: skip
+            whole, inside, start = flat[n]
+            first, size = (extents[n][0] - least) // unit, whole.itemsize // unit
+            made[n] = Memory(n, arguments[n][1], whole, places, start, first, size, inside)
             if n in outputs:
-                own = np.flatnonzero(inside)
-                places.written[(m.first + own[:, None] * m.size + np.arange(m.size)).reshape(-1)] = False
+                own = first + np.flatnonzero(inside) * size
+                places.written[own[:, None] + np.arange(size)] = False
     return made
 
 
