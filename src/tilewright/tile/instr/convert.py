@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.tile.dtypes import ALL
 from tilewright.tile.instr.record import INTEGERS, SCALARS, Record
-from tilewright.tile.instr.x86 import AVX2, AVX512, F16C
+from tilewright.tile.instr.x86 import AVX2, AVX512, F16C, both
 
 NARROW = (
     Record("narrow16", """static inline u16v narrow16(u32v x) {
@@ -22,39 +22,29 @@ NARROW = (
 )  # fmt: skip
 
 
-def _both(
-    name: str, of: str, to: str, scalar: str = "", vector: str = "", needs: frozenset[str] = frozenset(), lanes: int = 0
-) -> Record:
-    """A function of a scalar `x`, and of a vector. What is not said is made of the other one, lane by lane."""
-    vector = vector or f"{to}v r; for (int l = 0; l < W; l++) r[l] = {name}(x[l]); return r;"
-    texts = [f"static inline {to} {name}({of} x) {{ {scalar or f'return {name}(x - {of}v{{}})[0];'} }}",
-             f"static inline {to}v {name}({'i32' if of == 'bool' else of}v x) {{ {vector} }}"]  # fmt: skip
-    return Record(name, "\n".join(texts if scalar else texts[::-1]), needs, lanes)
-
-
 _WIDER = "return __builtin_bit_cast(f32, (u32)x << 16);"
 _TO_HALF = ("float16_of_float32", "f32", "u16", "return __builtin_bit_cast(u16, (_Float16)x);")
 _OF_HALF = ("float32_of_float16", "u16", "f32", "return (f32)__builtin_bit_cast(_Float16, x);")
 _F16C = ((F16C | AVX512, 16), (F16C, 8))
 
 FLOATS = (
-    _both("bfloat16_of_float32", "f32", "u16", """u32 u = __builtin_bit_cast(u32, x);
+    both("bfloat16_of_float32", "f32", "u16", """u32 u = __builtin_bit_cast(u32, x);
   return (u16)((x != x ? u | 0x400000 : u + 0x7fff + (u >> 16 & 1)) >> 16);""", """u32v u = (u32v)x;
   u32v r = u + 0x7fff + (u >> 16 & 1); r = x != x ? u | 0x400000 : r; return narrow16(r >> 16);"""),
-    _both("float32_of_bfloat16", "u16", "f32", _WIDER, """
+    both("float32_of_bfloat16", "u16", "f32", _WIDER, """
   u32v r; asm("vpmovzxwd %1, %0" : "=v"(r) : "vm"(x)); return (f32v)(r << 16);""", AVX2),
-    _both("float32_of_bfloat16", "u16", "f32", _WIDER, "return (f32v)(__builtin_convertvector(x, u32v) << 16);"),
-    *(_both(*_TO_HALF, """
-  u16v r; asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x)); return r;""", *how) for how in _F16C), _both(*_TO_HALF),
-    *(_both(*_OF_HALF, """
-  f32v r; asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(x)); return r;""", *how) for how in _F16C), _both(*_OF_HALF),
-    _both("float8_e4m3fn_of_float32", "f32", "u8", vector="""
+    both("float32_of_bfloat16", "u16", "f32", _WIDER, "return (f32v)(__builtin_convertvector(x, u32v) << 16);"),
+    *(both(*_TO_HALF, """
+  u16v r; asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x)); return r;""", *how) for how in _F16C), both(*_TO_HALF),
+    *(both(*_OF_HALF, """
+  f32v r; asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(x)); return r;""", *how) for how in _F16C), both(*_OF_HALF),
+    both("float8_e4m3fn_of_float32", "f32", "u8", vector="""
   f32v a = abs_of(x); a = a > 448.0f ? splat(448.0f) : a; u32v u = (u32v)a;
   i32v normal = (i32v)((u + 0x7ffff + (u >> 20 & 1)) >> 20) - (120 << 3);
   i32v small = (i32v)(a * 512.0f + 12582912.0f) - 0x4b400000;
   i32v code = a < 0.015625f ? small : normal; code = x != x ? splat(0x7f) : code;
   return narrow8(code | ((i32v)((u32v)x >> 24) & 0x80));"""),
-    _both("float32_of_float8_e4m3fn", "u8", "f32", vector="""i32v b = __builtin_convertvector(x, i32v);
+    both("float32_of_float8_e4m3fn", "u8", "f32", vector="""i32v b = __builtin_convertvector(x, i32v);
   i32v size = b & 0x7f; f32v normal = (f32v)((size << 20) + (120 << 23));
   f32v small = __builtin_convertvector(size, f32v) * 0.001953125f;
   f32v r = size < 8 ? small : normal; r = size == 0x7f ? (f32v)splat(0x7fc00000) : r;
@@ -71,7 +61,7 @@ def _plain(target: str, source: str) -> Record:
         vector = "return narrow8(x & 1);" if to == "u8" else f"return __builtin_convertvector(-x, {to}v);"
     else:
         vector = f"return __builtin_convertvector(x, {to}v);"
-    return _both(f"{target}_of_{source}", of, to, f"return ({to})x;", vector)
+    return both(f"{target}_of_{source}", of, to, f"return ({to})x;", vector)
 
 
 def _of_float(target: str, nearest: bool) -> Record:
@@ -87,11 +77,11 @@ def _of_float(target: str, nearest: bool) -> Record:
     elif wide == "i32":
         vector = f"""x = x != x ? splat(0.0f) : x; x = x < {low}.0f ? splat({low}.0f) : x;
   x = x > {high}.0f ? splat({high}.0f) : x; {rounding} return ({to}v)narrow8(__builtin_convertvector(x, i32v));"""
-    return _both(f"{target}_of_float32_{'nearest' if nearest else 'zero'}", "f32", to, scalar, vector)
+    return both(f"{target}_of_float32_{'nearest' if nearest else 'zero'}", "f32", to, scalar, vector)
 
 
 CASTS = (
-    _both("round_even", "f32", "f32", vector="""
+    both("round_even", "f32", "f32", vector="""
   i32v sign = (i32v)x & (i32)0x80000000; f32v a = abs_of(x), r = a + 8388608.0f - 8388608.0f;
   r = (f32v)((i32v)r | sign); return a < 8388608.0f ? r : x;"""),
     *(_plain(a, b) for a in (*INTEGERS, "float32") for b in (*INTEGERS, "bool") if a != b),
