@@ -55,7 +55,7 @@ class DType:
         if self.name == "bfloat16":
             return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
         if self.name == "float8_e4m3fn":
-            return np.asarray(_E4M3[raw])
+            return _from_e4m3(raw)
         return np.asarray(raw.astype(self.values))
 
     def encode(self, values: Array) -> Array:
@@ -67,9 +67,9 @@ class DType:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(values.astype(self.storage))
 
-    def rounded(self, values: Array) -> Array:
-        """The nearest values of this type, as float32."""
-        return self.decode(self.encode(np.asarray(values, np.float32)))
+    def rounded(self, values: Any) -> Array:
+        """The nearest values of this type; of a floating one as float32."""
+        return self.decode(self.encode(np.asarray(values, self.values)))
 
 
 def _to_bfloat16(values: Array) -> Array:
@@ -91,15 +91,13 @@ def _to_e4m3(values: Array) -> Array:
     return np.asarray((code | sign).astype(np.uint8).reshape(np.shape(values)))
 
 
-def _e4m3_values() -> Array:
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
+def _from_e4m3(raw: Array) -> Array:
+    code = raw.astype(np.int64)
+    exponent, mantissa = code >> 3 & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
-    size = np.where(codes & 127 == 127, np.nan, size)
-    return np.where(codes & 128, -size, size).astype(np.float32)
+    size = np.where(code & 127 == 127, np.nan, size)
+    return np.where(code & 128, -size, size).astype(np.float32)
 
-
-_E4M3 = _e4m3_values()
 
 boolean = DType("bool", "b", 1, "bool", False)
 int8 = DType("int8", "i", 1, "int8", False)
