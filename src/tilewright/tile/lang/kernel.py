@@ -45,7 +45,7 @@ class Fragment:
 
     def arguments(self) -> dict[str, Any]:
         """What joins the kernel's arguments."""
-        return {n: v for n, v in self.bound.items() if not _constant(v)}
+        return {n: v for n, v in self.bound.items() if not isinstance(v, int | float | str | Most | None)}
 
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
         """The function for a trace, with its bound arguments as handles."""
@@ -60,9 +60,8 @@ class Fragment:
         return call
 
 
-def fragment(function: Callable[..., Any]) -> Fragment:
-    """Make a function of (t, ..., own arguments) a fragment."""
-    return Fragment(function)
+fragment = Fragment
+"""Makes a function of (t, ..., own arguments) a fragment."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,3 @@ def kernel(function: Callable[..., Any] | None = None, /, *, static: Static = No
         return Kernel(found, static or {}, frozenset(frozenset(p) for p in inplace))
 
     return make if function is None else make(function)
-
-
-def _constant(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, Most))

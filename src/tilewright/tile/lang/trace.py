@@ -81,19 +81,15 @@ class Recorder:
 
     def const(self, value: float | int | bool, dtype: DType) -> Node:
         """A scalar constant, rounded to the dtype."""
-        if dtype.floating:
-            try:
-                with np.errstate(over="ignore"):
-                    exact: float | int | bool = float(dtype.rounded(np.asarray(float(value), np.float32)).item())
-            except OverflowError:
-                raise TraceError(f"{short(value)} does not fit {dtype}") from None
-            return self.add("const", dtype=dtype, value=exact, sign=str(exact))  # -0.0 == 0.0, and is not the same
-        if dtype.integer:
-            low, high = dtype.bounds
-            if not low <= int(value) <= high:
-                raise TraceError(f"{short(value)} does not fit {dtype}")
-            return self.add("const", dtype=dtype, value=int(value))
-        return self.add("const", dtype=dtype, value=bool(value))
+        try:
+            if dtype.integer and not dtype.bounds[0] <= value <= dtype.bounds[1]:
+                raise OverflowError
+            with np.errstate(over="ignore"):
+                exact = dtype.rounded(value).item()
+        except OverflowError:
+            raise TraceError(f"{short(value)} does not fit {dtype}") from None
+        sign: dict[str, Any] = {"sign": str(exact)} if dtype.floating else {}  # -0.0 == 0.0, and is not the same
+        return self.add("const", dtype=dtype, value=exact, **sign)
 
     @contextmanager
     def inside(self, kind: str) -> Iterator[Region]:
