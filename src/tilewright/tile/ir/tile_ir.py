@@ -39,7 +39,7 @@ EFFECTS = VALUE_EFFECTS | {"store", "var", "set", "loop", "when", "check", "prin
 
 COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 BINARY = COMPARISONS | frozenset(
-    ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr", "mulhi"]
+    ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr"]
 )
 ACCURACIES = ("exact", "fast")
 ROUNDED = frozenset(["exp", "exp2", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid"])

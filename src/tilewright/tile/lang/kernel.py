@@ -137,14 +137,13 @@ class Kernel:
         Raises:
             TraceError: the function does what tiles cannot; the message names its line.
         """
-        allowed = {n: self._sizes(n, v) if isinstance(v, ViewType) else v for n, v in arguments.items()}
-        views = {n: v for n, v in allowed.items() if isinstance(v, ViewType)}
-        scalars = {n: v for n, v in allowed.items() if isinstance(v, DType)}
+        views = {n: self._sizes(n, v) for n, v in arguments.items() if isinstance(v, ViewType)}
+        scalars = {n: v for n, v in arguments.items() if isinstance(v, DType)}
         wrong = [f"{n} is {v}" for n, v in scalars.items() if v not in SCALARS]
         if wrong:
             raise TileError(f"{self.name}: scalars are float32 or int64; {wrong[0]}")
         recorder = Recorder(self.name, views, scalars)
-        handles: dict[str, Any] = dict(allowed)
+        handles: dict[str, Any] = {**arguments}
         handles |= {n: View(recorder, n, v) for n, v in views.items()}
         handles |= {n: Tile(recorder, recorder.add("argument", dtype=v, name=n)) for n, v in scalars.items()}
         own = {n: handles.pop(n) for n in self.parameters if n in handles}

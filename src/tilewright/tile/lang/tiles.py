@@ -267,9 +267,9 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
         raise TraceError(f"neither {a!r} nor {b!r} is a tile")
     left, right = lift(known._t, a, known.dtype), lift(known._t, b, known.dtype)
     if left.dtype != right.dtype:
-        storage = next((d for d in (left.dtype, right.dtype) if not d.computes and d != dtypes.boolean), None)
-        if storage is not None:
-            widened(storage)
+        for tile in (left, right):
+            if tile.dtype != dtypes.boolean:
+                widened(tile.dtype)
         raise TraceError(f"{left.dtype} meets {right.dtype}: cast one with .f32(), .i32(), .i64() or .to()")
     return left, right
 
@@ -282,7 +282,7 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     elif widened(dtype).floating:
         allowed = kind in ir.COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
     else:
-        allowed = kind != "div" and (kind != "mulhi" or dtype == dtypes.uint32)
+        allowed = True
         if kind == "div":
             raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
     if not allowed:

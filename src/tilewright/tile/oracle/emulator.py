@@ -70,7 +70,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "quot": _toward_zero,
     "rem": lambda a, b: a - _toward_zero(a, b) * b,
 }
-SECOND = {"max": numbers.NumpyBuilder().greatest, "min": numbers.NumpyBuilder().least}
 
 
 class Machine:
@@ -298,8 +297,8 @@ class Machine:
 
     def operation(self, s: ir.Let, args: list[Array], active: Array) -> Any:
         op, source = s.op, s.operands or s.type
-        if op in SECOND and s.mode:
-            return SECOND[op](*args) if s.mode == "second" else OPERATIONS[op](*args, s.mode)
+        if op in ("max", "min") and s.mode:
+            return OPERATIONS[op](*args, s.mode)
         if op in OPERATIONS:
             return OPERATIONS[op](*args)
         if op == "iota":

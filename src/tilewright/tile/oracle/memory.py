@@ -194,12 +194,10 @@ def _sharing(extents: Mapping[str, tuple[int, int]]) -> list[list[str]]:
     """Names whose bytes overlap, together."""
     groups: list[list[str]] = []
     end = -1
-    for name in sorted(extents, key=lambda n: extents[n]):
-        low, high = extents[name]
-        if groups and low < end:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
+    for name, (low, high) in sorted(extents.items(), key=lambda item: item[1]):
+        if low >= end:
+            groups.append([])
+        groups[-1].append(name)
         end = max(end, high)
     return groups
 
