@@ -111,8 +111,7 @@ class NumpyBuilder:
     least, greatest = _method(partial(minimum, nan="second")), _method(partial(maximum, nan="second"))
     bits = _method(lambda a: np.asarray(a, F32).view(I32))
     from_bits = _method(lambda a: np.asarray(a, I32).view(F32))
-    shl = _method(lambda a, by: np.left_shift(a, I32(by)))
-    shr = _method(lambda a, by: np.right_shift(a, I32(by)))
+    shl, shr = _method(np.left_shift), _method(np.right_shift)
 
     def ldexp(self, a: Array, n: Array) -> Array:
         """In two steps, of which the first is exact."""

@@ -75,9 +75,9 @@ def _uses(s: ir.Statement) -> list[tuple[ir.Operand | None, ir.Type | None]]:
         return [(s.value, s.type), *((o, None) for o in (*s.place, s.count))]
     if isinstance(s, (ir.If, ir.For)):
         return [(o, None) for o in s.decides]
-    if isinstance(s, ir.Barrier):
-        return []
-    return [(s.value, ir.Type(s.type.dtype) if isinstance(s, ir.Declare) and s.count else s.type)]
+    if isinstance(s, (ir.Declare, ir.Assign)):
+        return [(s.value, ir.Type(s.type.dtype) if isinstance(s, ir.Declare) and s.count else s.type)]
+    return []
 
 
 def _type(known: Known) -> ir.Type:

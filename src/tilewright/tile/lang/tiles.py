@@ -18,6 +18,8 @@ from tilewright.tile.ir import tile_ir as ir
 from tilewright.tile.lang.trace import Recorder
 
 ROUNDINGS = ("nearest_even", "toward_zero")
+LOGICAL = frozenset(("and", "or", "xor", "eq", "ne"))
+REAL = ir.COMPARISONS | {"add", "sub", "mul", "div", "min", "max"}
 
 
 def _operator(kind: str) -> Callable[[Tile, Any], Tile]:
@@ -277,15 +279,10 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
 def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     left, right = pair(a, b)
     dtype = left.dtype
-    if dtype == dtypes.boolean:
-        allowed = kind in ("and", "or", "xor", "eq", "ne")
-    elif widened(dtype).floating:
-        allowed = kind in ir.COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
-    else:
-        allowed = True
-        if kind == "div":
-            raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
-    if not allowed:
+    allowed = LOGICAL if dtype == dtypes.boolean else REAL if widened(dtype).floating else ir.BINARY
+    if kind == "div" and dtype.integer:
+        raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
+    if kind not in allowed:
         raise TraceError(f"{kind} is not defined on {dtype}")
     shape = ir.broadcast_shapes(left.shape, right.shape)
     by = right.node.attrs["value"] if right.node.op == "const" and dtype.integer else 0
