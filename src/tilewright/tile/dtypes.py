@@ -80,15 +80,11 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _to_e4m3(values: Array) -> Array:
-    size = np.minimum(np.abs(np.ascontiguousarray(values, np.float32)), np.float32(448.0))
-    bits = np.ascontiguousarray(size).view(np.uint32)
-    normal = (bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1)) >> np.uint32(20)) - np.uint32(120 << 3)
-    with np.errstate(invalid="ignore"):
-        small = np.rint(size * np.float32(512.0)).astype(np.uint32)
-    code = np.where(size < np.float32(2.0**-6), small, normal)
-    code = np.where(np.isnan(values), np.uint32(0x7F), code)
-    sign = np.ascontiguousarray(values, np.float32).view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
-    return np.asarray((code | sign).astype(np.uint8).reshape(np.shape(values)))
+    size = np.minimum(np.abs(np.where(np.isnan(values), 0.0, values)), 448.0)
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1
+    code = (exponent + 6) * 8 + np.rint(size * 2.0 ** (3 - exponent))  # in eighths: what rounds up to 16 is the next 8
+    code = np.where(np.isnan(values), 0x7F, code) + np.signbit(values) * 0x80
+    return np.asarray(code.astype(np.uint8))
 
 
 def _from_e4m3(raw: Array) -> Array:

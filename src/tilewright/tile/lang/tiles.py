@@ -199,13 +199,12 @@ class Place:
 
     @staticmethod
     def _one(recorder: Recorder, index: Any) -> Tile:
-        if isinstance(index, Tile):
-            if not index.dtype.integer:
-                raise TraceError(f"an index is {index.dtype}; needs an integer")
-            return index.i64()
-        if isinstance(index, bool) or not isinstance(index, int):
+        if isinstance(index, bool) or not isinstance(index, (int, Tile)):
             raise TraceError(f"an index is {index!r}; needs a tile or an int")
-        return Tile(recorder, recorder.const(index, dtypes.int64))
+        tile = lift(recorder, index, dtypes.int64)
+        if not tile.dtype.integer:
+            raise TraceError(f"an index is {tile.dtype}; needs an integer")
+        return tile.i64()
 
 
 class Var:
@@ -245,7 +244,7 @@ def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool):
-        return Tile(recorder, recorder.const(value, like if like == dtypes.boolean else dtypes.boolean))
+        return Tile(recorder, recorder.const(value, dtypes.boolean))
     if isinstance(value, int):
         return Tile(recorder, recorder.const(value, like if like and like.computes else dtypes.int64))
     if isinstance(value, float):
@@ -298,10 +297,9 @@ def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     dtype = x.dtype
     if accuracy not in ir.ACCURACIES:
         raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ir.ACCURACIES))}")
-    if dtype == dtypes.boolean or kind == "not":
-        if kind != "not" or dtype != dtypes.boolean:
-            raise TraceError(f"{kind} is not defined on {dtype}")
-    elif widened(dtype).integer and kind not in ("neg", "abs"):
+    if (dtype == dtypes.boolean) != (kind == "not"):
+        raise TraceError(f"{kind} is not defined on {dtype}")
+    if dtype != dtypes.boolean and widened(dtype).integer and kind not in ("neg", "abs"):
         raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
     said = {"accuracy": accuracy} if accuracy != "exact" else {}
     return made("unary", x, shape=x.shape, dtype=dtype, kind=kind, **said)

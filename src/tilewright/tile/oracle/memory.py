@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,16 +21,11 @@ LINES = 1 << 32
 """An access is kept as thread * LINES + the number of its line, so that the least one is the first thread's."""
 
 
-@dataclass
 class Clock:
     """What orders the threads of an instance: a count of barriers of the block, and of each warp."""
 
-    threads: int
-    block: int = 0
-    warp: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.warp = np.zeros(-(-self.threads // WARP), np.int64)
+    def __init__(self, threads: int) -> None:
+        self.threads, self.block, self.warp = threads, 0, np.zeros(-(-threads // WARP), np.int64)
 
 
 class Touched:
