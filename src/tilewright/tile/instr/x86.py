@@ -132,16 +132,12 @@ _LOAD = """static inline void load_into({v}& r, const void* p, u32 m) {{
   asm("vmovdqu{bits} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}"""
 _STORE = """static inline void store_from({v} x, void* p, u32 m) {{
   asm("vmovdqu{bits} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}"""
-_WIDE_LOAD = """static inline void load_into(i64v& r, const void* p, u32 m) {
-  r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }
-template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {
-  V r; load_into(r, p, (1u << n) - 1); return r; }"""
-_WIDE_STORE = """static inline void store_from(i64v x, void* p, u32 m) {
-  __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }
-template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {
-  store_from(x, p, (1u << n) - 1); }"""
-_LOADS_512 = "\n".join([*(_LOAD.format(v=v, bits=bits) for v, bits in _MOVES.items()), _WIDE_LOAD])
-_STORES_512 = "\n".join([*(_STORE.format(v=v, bits=bits) for v, bits in _MOVES.items()), _WIDE_STORE])
+_LOAD_SOME = """template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) { V r{};
+  if constexpr (sizeof *p == 8) __builtin_memcpy(&r, p, 8 * n); else load_into(r, p, (1u << n) - 1); return r; }"""
+_STORE_SOME = """template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {
+  if constexpr (sizeof *p == 8) __builtin_memcpy(p, &x, 8 * n); else store_from(x, p, (1u << n) - 1); }"""
+_LOADS_512 = "\n".join([*(_LOAD.format(v=v, bits=bits) for v, bits in _MOVES.items()), _LOAD_SOME])
+_STORES_512 = "\n".join([*(_STORE.format(v=v, bits=bits) for v, bits in _MOVES.items()), _STORE_SOME])
 
 
 def _apart(name: str, given: str, place: str) -> tuple[Record, Record]:
