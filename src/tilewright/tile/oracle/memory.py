@@ -22,18 +22,18 @@ LINES = 1 << 32
 
 
 class Clock:
-    """What orders the threads of an instance: a count of barriers of the block, and of each warp."""
+    """What orders the threads of an instance: a count of barriers of the block, from 1 on, and of each warp."""
 
     def __init__(self, threads: int) -> None:
-        self.threads, self.block, self.warp = threads, 0, np.zeros(-(-threads // WARP), np.int64)
+        self.threads, self.block, self.warp = threads, 1, np.zeros(-(-threads // WARP), np.int64)
 
 
 class Touched:
-    """One kind of access (reads, or writes) by place and warp: the barriers before the last one, and the first and the
-    last of the warp's threads since those, with their lines. So every race is seen."""
+    """One kind of access (reads, or writes) by place and warp: the barriers before the last one (of the block 0: there
+    was none), and the first and the last of the warp's threads since those. So every race is seen."""
 
     def __init__(self, places: int, warps: int) -> None:
-        self.block, self.warp, self.low, self.high = (np.full((places, warps), -1, np.int64) for _ in range(4))
+        self.block, self.warp, self.low, self.high = (np.zeros((places, warps), np.int64) for _ in range(4))
 
     def note(self, cell: tuple[Array, Array], who: Array, clock: Clock) -> None:
         """`who`: see `LINES`. Cells may be named more than once."""
@@ -109,11 +109,10 @@ class Memory:
             RunError: beyond the tensor or the array.
             RaceError: see `Places.touch`.
         """
-        found = index + self.start
+        found = np.where(mask, index + self.start, 0)
         beyond = mask & ((found < 0) | (found >= len(self.raw)))
-        found = np.where(mask & ~beyond, found, 0)
-        if self.inside is not None:
-            beyond = beyond | (mask & ~self.inside[found])
+        if self.inside is not None and not beyond.any():
+            beyond = mask & ~self.inside[found]
         if beyond.any():
             doing, element = "store" if writing else "load", int(index[beyond].flat[0])
             raise RunError(f"{doing} of {self.name}: element {element} is none of its", line)
