@@ -101,9 +101,7 @@ class _Machine:
         elif e.op == "store":
             self.store(e)
         elif e.op in ("var", "set"):
-            key = e.id if e.op == "var" else e.attrs["var"]
-            value = self.value(e.args[0])
-            self.cells[key] = value if e.op == "var" else np.broadcast_to(value, self.cells[key].shape)
+            self.cells[e.attrs.get("var", e.id)] = np.broadcast_to(self.value(e.args[0]), self.extents(e))
         elif e.op == "get":
             self.frames[e.region][e] = self.cells[e.attrs["var"]]
         elif e.op == "loop":
@@ -111,49 +109,47 @@ class _Machine:
             for k in range(lo, hi, step) if step > 0 else ():
                 self.region(e.attrs["body"], {e.attrs["index"]: np.asarray(k, np.int64)})
         elif e.op == "when":
-            if bool(self.value(e.args[0])):
+            if self.value(e.args[0]):
                 self.region(e.attrs["body"])
         elif e.op == "print":
             value = np.broadcast_to(self.value(e.args[0]), self.extents(e))
             line = numbers.printed(e.attrs["text"], value.ndim, e.dtype)
             for index, element in np.ndenumerate(value):
                 print(line % (*self.place, *index, element.item()))
-        elif e.op == "check" and not bool(self.value(e.args[0])):
+        elif e.op == "check" and not self.value(e.args[0]):
             raise RunError(f"check failed: {e.attrs['text']}", e.line)
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
-    def _where(self, e: Node) -> tuple[tuple[Array, ...], Array, tuple[int, ...]]:
+    def _where(self, e: Node) -> tuple[tuple[Array, ...], Array]:
         """The storage index of each element of an access, and the mask."""
         view, raw = self.program.views[e.attrs["view"]], self.arguments[e.attrs["view"]]
         shape = self.extents(e)
         indices = [np.broadcast_to(self.value(a), shape) for a in e.args[: view.rank]]
         mask = np.broadcast_to(self.value(e.args[view.rank]) if e.attrs["masked"] else True, shape)
-        levels = raw.shape[: view.levels]
         for axis, (index, size) in enumerate(zip(indices, sizes_of(raw, view.levels), strict=True)):
             wrong = mask & ((index < 0) | (index >= size))
             if wrong.any():
                 bad = int(np.asarray(index)[wrong].flat[0])
                 raise RunError(f"{e.op} of {e.attrs['view']}: index {bad} on axis {axis} of size {size}", e.line)
         safe = [np.where(mask, index, 0) for index in indices]
-        rows = np.unravel_index(safe[0], levels) if raw.size else (safe[0],)
-        return (*rows, *safe[1:]), mask, shape
+        rows = np.unravel_index(safe[0], raw.shape[: view.levels]) if raw.size else (safe[0],)
+        return (*rows, *safe[1:]), mask
 
     def load(self, e: Node) -> Array:
         name, other = e.attrs["view"], e.dtype.rounded(e.attrs["other"])
-        index, mask, shape = self._where(e)
+        index, mask = self._where(e)
         if not mask.any():
-            return np.broadcast_to(other, shape)
+            return np.broadcast_to(other, mask.shape)
         if name in self.written and not self.written[name][index][mask].all():
             raise RunError(f"load of {name}: nobody has written there", e.line)
         return np.where(mask, e.dtype.decode(self.arguments[name][index]), other)
 
     def store(self, e: Node) -> None:
         name = e.attrs["view"]
-        index, mask, shape = self._where(e)
-        value = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), shape)
+        index, mask = self._where(e)
         chosen = tuple(np.asarray(i)[mask] for i in index)
-        self.arguments[name][chosen] = value[mask]
+        self.arguments[name][chosen] = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), mask.shape)[mask]
         if name in self.written:
             self.written[name][chosen] = True
 
