@@ -59,6 +59,8 @@ class Places:
         Raises:
             RaceError: with each other, or with an earlier access.
         """
+        if self.clock.threads == 1:
+            return
         who = thread.astype(np.int64) * LINES + self.lines.setdefault((name, line), len(self.lines))
         does = "writes" if writing else "reads"
         if writing:
@@ -102,30 +104,26 @@ class Memory:
     array: bool = False
     """Whether it may be read before it is written, if nothing comes of it."""
 
-    def at(self, index: Array, mask: Array, thread: Array, line: Line | None, *, writing: bool) -> tuple[Array, Array]:
-        """(elements of `raw`, their places) that are touched now; masked-off ones at the first element.
+    def at(self, index: Array, mask: Array, doing: str, line: Line | None) -> tuple[Array, Array]:
+        """(elements of `raw`, their places) that are touched; masked-off ones at the first element.
 
         Raises:
             RunError: beyond the tensor or the array.
-            RaceError: see `Places.touch`.
         """
         found = np.where(mask, index + self.start, 0)
         beyond = mask & ((found < 0) | (found >= len(self.raw)))
         if self.inside is not None and not beyond.any():
             beyond = mask & ~self.inside[found]
         if beyond.any():
-            doing, element = "store" if writing else "load", int(index[beyond].flat[0])
-            raise RunError(f"{doing} of {self.name}: element {element} is none of its", line)
-        places = ((self.first + found[mask] * self.size)[:, None] + np.arange(self.size)).reshape(-1)
-        if self.places.clock.threads > 1:
-            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=writing)
-        return found, places
+            raise RunError(f"{doing} of {self.name}: element {int(index[beyond].flat[0])} is none of its", line)
+        return found, ((self.first + found[mask] * self.size)[:, None] + np.arange(self.size)).reshape(-1)
 
     def load(self, index: Array, mask: Array, thread: Array, line: Line | None) -> tuple[Array, Array | None]:
         """(values, which of them nobody ever wrote, or None for none of them)."""
         if not mask.any():
             return np.zeros(index.shape, self.dtype.values), None
-        found, places = self.at(index, mask, thread, line, writing=False)
+        found, places = self.at(index, mask, "load", line)
+        self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=False)
         values = self.dtype.decode(self.raw[found])
         written = self.places.written[places]
         if written.all():
@@ -144,7 +142,8 @@ class Memory:
         unknown = np.broadcast_to(False if undefined is None else undefined, index.shape)[mask]
         if unknown.any() and not self.array:
             raise RunError(f"store to {self.name} of what comes from memory that nobody has written", line)
-        found, places = self.at(index, mask, thread, line, writing=True)
+        found, places = self.at(index, mask, "store", line)
+        self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=True)
         self.raw[found[mask]] = self.dtype.encode(np.broadcast_to(value, index.shape)[mask])
         self.places.written[places] = np.repeat(~unknown, self.size)
 
