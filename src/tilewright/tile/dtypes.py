@@ -55,7 +55,7 @@ class DType:
         if self.name == "bfloat16":
             return np.asarray((raw.astype(np.uint32) << np.uint32(16)).view(np.float32))
         if self.name == "float8_e4m3fn":
-            return np.asarray(_E4M3[raw])
+            return _from_e4m3(raw)
         return np.asarray(raw.astype(self.values))
 
     def encode(self, values: Array) -> Array:
@@ -67,9 +67,9 @@ class DType:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(values.astype(self.storage))
 
-    def rounded(self, values: Array) -> Array:
-        """The nearest values of this type, as float32."""
-        return self.decode(self.encode(np.asarray(values, np.float32)))
+    def rounded(self, values: Any) -> Array:
+        """The nearest values of this type; of a floating one as float32."""
+        return self.decode(self.encode(np.asarray(values, self.values)))
 
 
 def _to_bfloat16(values: Array) -> Array:
@@ -80,26 +80,20 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _to_e4m3(values: Array) -> Array:
-    size = np.minimum(np.abs(np.ascontiguousarray(values, np.float32)), np.float32(448.0))
-    bits = np.ascontiguousarray(size).view(np.uint32)
-    normal = (bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1)) >> np.uint32(20)) - np.uint32(120 << 3)
-    with np.errstate(invalid="ignore"):
-        small = np.rint(size * np.float32(512.0)).astype(np.uint32)
-    code = np.where(size < np.float32(2.0**-6), small, normal)
-    code = np.where(np.isnan(values), np.uint32(0x7F), code)
-    sign = np.ascontiguousarray(values, np.float32).view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
-    return np.asarray((code | sign).astype(np.uint8).reshape(np.shape(values)))
+    size = np.minimum(np.abs(np.where(np.isnan(values), 0.0, values)), 448.0)
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1
+    code = (exponent + 6) * 8 + np.rint(size * 2.0 ** (3 - exponent))  # in eighths: what rounds up to 16 is the next 8
+    code = np.where(np.isnan(values), 0x7F, code) + np.signbit(values) * 0x80
+    return np.asarray(code.astype(np.uint8))
 
 
-def _e4m3_values() -> Array:
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
+def _from_e4m3(raw: Array) -> Array:
+    code = raw.astype(np.int64)
+    exponent, mantissa = code >> 3 & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
-    size = np.where(codes & 127 == 127, np.nan, size)
-    return np.where(codes & 128, -size, size).astype(np.float32)
+    size = np.where(code & 127 == 127, np.nan, size)
+    return np.where(code & 128, -size, size).astype(np.float32)
 
-
-_E4M3 = _e4m3_values()
 
 boolean = DType("bool", "b", 1, "bool", False)
 int8 = DType("int8", "i", 1, "int8", False)

@@ -36,11 +36,11 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 def _extreme(more: Callable[..., Any]) -> Callable[..., Array]:
     def extreme(a: Array, b: Array, nan: str = "propagate") -> Array:
-        """Of equal values (0 and -0) the second; of NaN the NaN, or with nan="ignore" the other."""
+        """Of equal values (0 and -0) the second; of NaN the NaN, with nan="ignore" the other, "second" the second."""
         found = np.where(more(a, b), a, b)
-        if a.dtype.kind != "f":
+        if a.dtype.kind != "f" or nan == "second":
             return found
-        return np.where(np.isnan(b), a, found) if nan == "ignore" else np.where(np.isnan(a), a, found)
+        return np.where(np.isnan(b if nan == "ignore" else a), a, found)
 
     return extreme
 
@@ -57,10 +57,9 @@ def cast(x: Array, source: DType, target: DType, round: str, saturate: bool) -> 
     if source.floating:
         low, high = target.bounds
         whole = np.rint(x) if round == "nearest_even" else np.trunc(x)
-        safe = np.where(np.isnan(whole), 0.0, whole).astype(np.float64)
-        clipped = np.clip(safe, low, high)
-        made = np.where(clipped >= 2.0**63, 0.0, clipped).astype(np.int64)  # 2^63 itself is no int64
-        return np.where(clipped >= 2.0**63, np.int64(high), made).astype(target.storage)
+        clipped = np.clip(np.where(np.isnan(whole), 0.0, whole).astype(np.float64), low, high)
+        inside = clipped < float(high)  # which is 2^63 for an int64: none itself
+        return np.where(inside, np.where(inside, clipped, 0.0).astype(np.int64), np.int64(high)).astype(target.storage)
     if saturate and target.integer:
         x = np.clip(x, *target.bounds)
     with np.errstate(over="ignore"):
@@ -71,7 +70,6 @@ BINARY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
     "max": maximum, "min": minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "shl": np.left_shift, "shr": np.right_shift,
-    "mulhi": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32),
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
 COMBINE: dict[str, Callable[..., Any]] = {
@@ -110,12 +108,10 @@ class NumpyBuilder:
     iand, ior = _method(np.bitwise_and), _method(np.bitwise_or)
 
     real, whole = _method(F32), _method(I32)
-    least = _method(lambda a, b: np.where(np.less(a, b), a, b))
-    greatest = _method(lambda a, b: np.where(np.greater(a, b), a, b))
+    least, greatest = _method(partial(minimum, nan="second")), _method(partial(maximum, nan="second"))
     bits = _method(lambda a: np.asarray(a, F32).view(I32))
     from_bits = _method(lambda a: np.asarray(a, I32).view(F32))
-    shl = _method(lambda a, by: np.left_shift(a, I32(by)))
-    shr = _method(lambda a, by: np.right_shift(a, I32(by)))
+    shl, shr = _method(np.left_shift), _method(np.right_shift)
 
     def ldexp(self, a: Array, n: Array) -> Array:
         """In two steps, of which the first is exact."""

@@ -47,11 +47,10 @@ class Facts:
         return self._found[node]
 
     def _one(self, node: Node) -> Range:
-        a, args, any_value = node.attrs, [self._found[x] for x in node.args], int64.bounds
         if not node.dtype.integer:
-            return any_value
-        any_value = node.dtype.bounds
-        found = any_value
+            return int64.bounds
+        a, args, found = node.attrs, [self._found[x] for x in node.args], node.dtype.bounds
+        low, high = found
         if node.op == "const":
             return a["value"], a["value"]
         if node.op in ("program_id", "num_programs"):
@@ -66,11 +65,9 @@ class Facts:
         elif node.op == "where":
             found = min(args[1][0], args[2][0]), max(args[1][1], args[2][1])
         elif node.op == "binary":
-            kind, by = a["kind"], node.args[1].attrs.get("value", 0) if node.args[1].op == "const" else 0
-            if kind in RULES:
-                found = RULES[kind](args[0], args[1])
-            elif by > 0 and kind in BY_POSITIVE:
-                found = BY_POSITIVE[kind](args[0], by)
-        return (
-            found if any_value[0] <= found[0] and found[1] <= any_value[1] else any_value
-        )  # it may have wrapped round
+            by = node.args[1].attrs["value"] if node.args[1].op == "const" else 0
+            if a["kind"] in RULES:
+                found = RULES[a["kind"]](*args)
+            elif by > 0 and a["kind"] in BY_POSITIVE:
+                found = BY_POSITIVE[a["kind"]](args[0], by)
+        return found if low <= found[0] and found[1] <= high else (low, high)  # it may have wrapped round

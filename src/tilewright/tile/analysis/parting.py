@@ -26,7 +26,7 @@ def problem(program: Program, calls: Iterable[Called], first: Program, second: P
     """What forbids it, or "". `first` and `second`: the kernels that would run in turn."""
     effects = list(program.effects())
     bodies = {program.body, *(e.attrs["body"] for e in effects if "body" in e.attrs)}
-    values, table = set(), dict[Any, int]()
+    written, values, table = program.written(), set(), dict[Any, int]()
     masks = [e.args[-1 - (e.op == "store")] for e in effects if e.attrs.get("masked")]
     for call in (c for c in calls if c.region in bodies):  # a loop's first trace is no part of the program
         if call.value.shape != broadcast_shapes((), *(n.shape for n in call.place)):
@@ -38,9 +38,10 @@ def problem(program: Program, calls: Iterable[Called], first: Program, second: P
         for node in operands_first(call.value, known.__contains__):
             if not _varying(node, effects) <= there:
                 return "its value changes where its place does not"
-            own = node.id if node.op in ("index", "get") or _changes(program, node) else None
+            read = {node.attrs["view"]} if node.op == "load" else ()
+            changes = node.op in ("index", "get") or any(program.may_meet(n, m) for n in read for m in written)
             operands = tuple(known[n] for n in (*node.args, *node.limits))
-            key = own, node.op, tuple(node.attrs.items()), node.shape, node.dtype, operands
+            key = node.id if changes else None, node.op, tuple(node.attrs.items()), node.shape, node.dtype, operands
             known[node] = table.setdefault(key, len(table))
         values.add(known[call.value])
     if len(values) > 1:
@@ -68,10 +69,6 @@ def _varying(node: Node, effects: Sequence[Node]) -> set[Node]:
     sets = [e.region for e in effects if e.op == "set" and e.attrs["var"] == node.attrs["var"]]
     loops = [(e.attrs["body"], e.attrs["index"]) for e in effects if e.op == "loop"]
     return {i for body, i in loops if node.region.within(body) and any(region.within(body) for region in sets)}
-
-
-def _changes(program: Program, node: Node) -> bool:
-    return node.op == "load" and any(program.may_meet(node.attrs["view"], m) for m in program.written())
 
 
 def _touched(program: Program, *how: str) -> set[str]:

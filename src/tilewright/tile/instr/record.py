@@ -7,7 +7,7 @@ always be said; that it agrees with the others bit for bit is tested with the fe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewright.tile.errors import LowerError
@@ -40,16 +40,15 @@ def choose(records: Sequence[Record], name: str, features: Iterable[str], lanes:
     raise LowerError(f"no instruction record for {name}")
 
 
-def needed(text: str, records: Sequence[Record], features: Iterable[str], lanes: int) -> list[Record]:
+def needed(text: str, records: Sequence[Record], features: Collection[str], lanes: int) -> list[Record]:
     """The records that a text calls, and those that these call, each after what it relies on."""
     names = {r.name for r in records}
-    have = tuple(features)
     found: dict[str, Record] = {}
 
     def visit(body: str) -> None:
         for name in sorted(set(re.findall(r"[a-z_][a-z_0-9]*", body)) & names):
             if name not in found:
-                record = choose(records, name, have, lanes)
+                record = choose(records, name, features, lanes)
                 found[name] = record
                 visit(record.text)
                 found[name] = found.pop(name)  # after what it calls

@@ -39,10 +39,19 @@ template <> inline f32v {name}(f32v a, f32v b) {{ asm("v{base}ps %1, %0, %0" : "
     return [*([Record(name, text + vectors, AVX)] if name.endswith("_of") else []), Record(name, text)]
 
 
+def both(
+    name: str, of: str, to: str, scalar: str = "", vector: str = "", needs: frozenset[str] = frozenset(), lanes: int = 0
+) -> Record:
+    """A function of a scalar `x`, and of a vector. What is not said is made of the other one, lane by lane."""
+    vector = vector or f"{to}v r; for (int l = 0; l < W; l++) r[l] = {name}(x[l]); return r;"
+    texts = [f"static inline {to} {name}({of} x) {{ {scalar or f'return {name}(x - {of}v{{}})[0];'} }}",
+             f"static inline {to}v {name}({'i32' if of == 'bool' else of}v x) {{ {vector} }}"]  # fmt: skip
+    return Record(name, "\n".join(texts if scalar else texts[::-1]), needs, lanes)
+
+
 _FMA = """static inline f32 fma_of(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 static inline f32v fma_of(f32v a, f32v b, f32v c) {"""
-_SQRT = """static inline f32 sqrt_of(f32 a) { return __builtin_sqrtf(a); }
-static inline f32v sqrt_of(f32v a) { f32v r;"""
+_SQRT = ("sqrt_of", "f32", "f32", "return __builtin_sqrtf(x);")
 
 ARITHMETIC = (
     Record("splat", """static inline f32v splat(f32 x) { return x - f32v{}; }
@@ -53,8 +62,7 @@ static inline i32v splat(bool x) { return i32v{} - (i32)x; }"""),
     Record("fma_of", _FMA + """ asm("vfmadd213ps %2, %1, %0" : "+v"(a) : "v"(b), "vm"(c)); return a; }""", FMA),
     Record("fma_of", _FMA + """
   f32v r; for (int l = 0; l < W; l++) r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }"""),
-    Record("sqrt_of", _SQRT + """ asm("vsqrtps %1, %0" : "=v"(r) : "v"(a)); return r; }""", AVX),
-    Record("sqrt_of", _SQRT + """ for (int l = 0; l < W; l++) r[l] = __builtin_sqrtf(a[l]); return r; }"""),
+    both(*_SQRT, """f32v r; asm("vsqrtps %1, %0" : "=v"(r) : "v"(x)); return r;""", AVX), both(*_SQRT),
     Record("ldexp_of", """static inline f32v ldexp_of(f32v a, f32v n) {
   f32v r; asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(a), "v"(n)); return r; }
 static inline f32 ldexp_of(f32 a, f32 n) { return ldexp_of(splat(a), splat(n))[0]; }""", AVX512, 16),
@@ -84,8 +92,8 @@ template <class T> static inline T abs_of(T a) { return a < 0 ? -a : a; }"""),
 static inline u32v mulhi(u32v a, u32v b) {
   u64v low = ((u64v)a & 0xffffffffull) * ((u64v)b & 0xffffffffull), high = ((u64v)a >> 32) * ((u64v)b >> 32);
   return (u32v)(low >> 32 | (high & 0xffffffff00000000ull)); }"""),
-    Record("mask_of", "static inline i32v mask_of(i64v m) { return __builtin_convertvector(m, i32v); }\n"
-                      "static inline i32v mask_of(i32v m) { return m; }"),
+    Record("mask_of", """static inline i32v mask_of(i64v m) { return __builtin_convertvector(m, i32v); }
+static inline i32v mask_of(i32v m) { return m; }"""),
     Record("wide_mask", "static inline i64v wide_mask(i32v m) { return __builtin_convertvector(m, i64v); }"),
     Record("select_bits", """template <class V, class M> static inline V select_bits(M m, V a, V b) {
   return m ? a : b; }"""),
@@ -121,54 +129,46 @@ _STEPS = {"sum": "a + b", "prod": "a * b", "max": "max_nan(a, b)", "min": "min_n
           "or": "a | b"}  # fmt: skip
 FOLDS = tuple(map(_fold, _STEPS, _STEPS.values()))
 
-_MOVES = {"f32v": "vmovdqu32", "i32v": "vmovdqu32", "u32v": "vmovdqu32", "u16v": "vmovdqu16", "u8v": "vmovdqu8",
-          "i8v": "vmovdqu8"}  # fmt: skip
+_MOVES = {"f32v": 32, "i32v": 32, "u32v": 32, "u16v": 16, "u8v": 8, "i8v": 8}
 _LOAD = """static inline void load_into({v}& r, const void* p, u32 m) {{
-  asm("{move} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}"""
+  asm("vmovdqu{bits} %1, %0%{{%2%}}%{{z%}}" : "=v"(r) : "m"(*(const loose<{v}>*)p), "Yk"((u16)m)); }}"""
 _STORE = """static inline void store_from({v} x, void* p, u32 m) {{
-  asm("{move} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}"""
-_WIDE_LOAD = """static inline void load_into(i64v& r, const void* p, u32 m) {
-  r = i64v{}; __builtin_memcpy(&r, p, 8 * __builtin_popcount(m)); }
-template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {
-  V r; load_into(r, p, (1u << n) - 1); return r; }"""
-_WIDE_STORE = """static inline void store_from(i64v x, void* p, u32 m) {
-  __builtin_memcpy(p, &x, 8 * __builtin_popcount(m)); }
-template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {
-  store_from(x, p, (1u << n) - 1); }"""
-_LOADS_512 = "\n".join([*(_LOAD.format(v=v, move=move) for v, move in _MOVES.items()), _WIDE_LOAD])
-_STORES_512 = "\n".join([*(_STORE.format(v=v, move=move) for v, move in _MOVES.items()), _WIDE_STORE])
+  asm("vmovdqu{bits} %1, %0%{{%2%}}" : "+m"(*(loose<{v}>*)p) : "v"(x), "Yk"((u16)m)); }}"""
+_LOAD_SOME = """template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) { V r{};
+  if constexpr (sizeof *p == 8) __builtin_memcpy(&r, p, 8 * n); else load_into(r, p, (1u << n) - 1); return r; }"""
+_STORE_SOME = """template <class V, int A = 0, class E> static inline void store_some(E* p, V x, i64 n) {
+  if constexpr (sizeof *p == 8) __builtin_memcpy(p, &x, 8 * n); else store_from(x, p, (1u << n) - 1); }"""
+_LOADS_512 = "\n".join([*(_LOAD.format(v=v, bits=bits) for v, bits in _MOVES.items()), _LOAD_SOME])
+_STORES_512 = "\n".join([*(_STORE.format(v=v, bits=bits) for v, bits in _MOVES.items()), _STORE_SOME])
+
+
+def _apart(name: str, given: str, place: str) -> tuple[Record, Record]:
+    """A load and a store of elements that are not neighbours; with a mask, of those where it is set."""
+    more, value, test = "", f"p[{place}]", ""
+    if given.endswith("i32v m"):
+        more, value, test = ", E other", f"m[l] ? {value} : other", "if (m[l]) "
+    return (
+        Record(f"load_{name}", f"""template <class V, class E> static inline V load_{name}(const E* p, {given}{more}) {{
+  V v; for (int l = 0; l < W; l++) v[l] = {value}; return v; }}"""),
+        Record(f"store_{name}", f"""template <class V, class E> static inline void store_{name}(E* p, {given}, V v) {{
+  for (int l = 0; l < W; l++) {test}p[{place}] = v[l]; }}"""),
+    )  # fmt: skip
+
 
 MEMORY = (
-    Record("load", "template <class V, int A = 0, class E> static inline V load(const E* p) {\n"
-                   "  V v; __builtin_memcpy(&v, p, sizeof v); return v; }"),
-    Record("store", "template <class V, int A = 0, class E> static inline void store(E* p, V v) {\n"
-                    "  __builtin_memcpy(p, &v, sizeof v); }"),
+    Record("load", """template <class V, int A = 0, class E> static inline V load(const E* p) {
+  V v; __builtin_memcpy(&v, p, sizeof v); return v; }"""),
+    Record("store", """template <class V, int A = 0, class E> static inline void store(E* p, V v) {
+  __builtin_memcpy(p, &v, sizeof v); }"""),
     Record("load_some", _LOADS_512, AVX512, 16),
     Record("load_some", "template <class V, int A = 0, class E> static inline V load_some(const E* p, i64 n) {\n"
                         "  V v{}; if (n == W) return load<V>(p); for (i64 l = 0; l < n; l++) v[l] = p[l]; return v; }"),
     Record("store_some", _STORES_512, AVX512, 16),
     Record("store_some", "template <class V, int A = 0, class E> static inline void store_some(E* p, V v, i64 n) {\n"
                          "  if (n == W) return store<V>(p, v); for (i64 l = 0; l < n; l++) p[l] = v[l]; }"),
-    Record("load_where", "template <class V, class E>\n"
-                         "static inline V load_where(const E* p, i64 step, i32v m, E other) {\n"
-                         "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[l * step] : other; return v; }"),
-    Record("store_where", "template <class V, class E> static inline void store_where(E* p, i64 step, i32v m, V v) {\n"
-                          "  for (int l = 0; l < W; l++) if (m[l]) p[l * step] = v[l]; }"),
-    Record("load_every", "template <class V, class E> static inline V load_every(const E* p, i64 step) {\n"
-                         "  V v; for (int l = 0; l < W; l++) v[l] = p[l * step]; return v; }"),
-    Record("store_every", "template <class V, class E> static inline void store_every(E* p, i64 step, V v) {\n"
-                          "  for (int l = 0; l < W; l++) p[l * step] = v[l]; }"),
-    Record("load_at", "template <class V, class E> static inline V load_at(const E* p, i64v at) {\n"
-                      "  V v; for (int l = 0; l < W; l++) v[l] = p[at[l]]; return v; }"),
-    Record("load_at_where", "template <class V, class E>\n"
-                            "static inline V load_at_where(const E* p, i64v at, i32v m, E other) {\n"
-                            "  V v; for (int l = 0; l < W; l++) v[l] = m[l] ? p[at[l]] : other; return v; }"),
-    Record("store_at", "template <class V, class E> static inline void store_at(E* p, i64v at, V v) {\n"
-                       "  for (int l = 0; l < W; l++) p[at[l]] = v[l]; }"),
-    Record("store_at_where", "template <class V, class E>\n"
-                             "static inline void store_at_where(E* p, i64v at, i32v m, V v) {\n"
-                             "  for (int l = 0; l < W; l++) if (m[l]) p[at[l]] = v[l]; }"),
-    Record("mask_of_bytes", "static inline i32v mask_of_bytes(u8v x) {\n"
-                            "  return __builtin_convertvector(x, i32v) != 0; }"),
+    *(record for name, given, place in (("every", "i64 step", "l * step"), ("where", "i64 step, i32v m", "l * step"),
+      ("at", "i64v at", "at[l]"), ("at_where", "i64v at, i32v m", "at[l]")) for record in _apart(name, given, place)),
+    Record("mask_of_bytes", """static inline i32v mask_of_bytes(u8v x) {
+  return __builtin_convertvector(x, i32v) != 0; }"""),
     Record("bytes_of_mask", "static inline u8v bytes_of_mask(i32v m) { return narrow8(m & 1); }"),
 )  # fmt: skip

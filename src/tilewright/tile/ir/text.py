@@ -35,11 +35,7 @@ def program_text(program: Program, *, lines: bool = False) -> str:
 
 
 def _line(node: Node, numbers: Mapping[Node, int]) -> str:
-    attrs = "".join(f" {k}={_plain(v)}" for k, v in node.attrs.items() if k != "body")
+    attrs = "".join(f" {k}={v.hex() if isinstance(v, float) else v}" for k, v in node.attrs.items() if k != "body")
     args = " ".join(f"%{numbers[a]}" for a in node.args)
     shape = ", ".join(f"%{numbers[a.limit]}<={a.most}" if isinstance(a, Dim) else str(a) for a in node.shape)
     return f"%{numbers[node]} = {node.op}{attrs} {args} : {node.dtype}[{shape}]"
-
-
-def _plain(value: object) -> str:
-    return value.hex() if isinstance(value, float) else str(value)

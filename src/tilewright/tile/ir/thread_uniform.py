@@ -7,6 +7,8 @@ same within each warp. So a butterfly of shuffles is known to leave one result i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Load, Operand, Statement
 
@@ -30,10 +32,7 @@ class Uniform:
 
     def bits(self, *operands: Operand | None) -> int:
         """The bits of `tid` that these depend on."""
-        found = 0
-        for operand in operands:
-            found |= self.names.get(operand, 0) if isinstance(operand, str) else 0
-        return found
+        return reduce(or_, (self.names.get(o, 0) for o in operands if isinstance(o, str)), 0)
 
     def _body(self, body: Iterable[Statement], under: int) -> None:
         for s in body:
@@ -47,9 +46,10 @@ class Uniform:
             elif isinstance(s, Load):
                 self._join(s.name, self.bits(s.index, s.stride, s.count, s.mask))
             elif isinstance(s, (If, For)):
+                own = self.bits(*s.decides)
                 if isinstance(s, For):
-                    self._join(s.var, self.bits(*s.decides))
-                self._body(s.body, under | self.bits(*s.decides))
+                    self._join(s.var, own)
+                self._body(s.body, under | own)
 
     def _join(self, name: str, bits: int) -> None:
         self.names[name] = self.names.get(name, 0) | bits
@@ -68,7 +68,7 @@ class Uniform:
     def _exchanged(self, a: Operand, b: Operand) -> int:
         """The mask where one of two values is the other one of the thread that a mask leads to."""
         for one, other in ((a, b), (b, a)):
-            made = self.lets.get(other) if isinstance(other, str) else None
+            made = self.lets.get(str(other))
             if made is not None and made.op == "shuffle_xor" and made.args[0] == one:
                 mask = made.args[1]
                 return mask if isinstance(mask, int) and mask & (mask - 1) == 0 else 0
@@ -76,8 +76,6 @@ class Uniform:
 
     def _tests(self, condition: Operand, mask: int) -> bool:
         """Whether a condition is that this bit of `tid` is not set, so that it is another one in the other thread."""
-        test = self.lets.get(condition) if isinstance(condition, str) else None
-        if test is None or test.op != "eq" or test.args[1] != 0:
-            return False
-        bit = self.lets.get(str(test.args[0]))
+        test = self.lets.get(str(condition))
+        bit = self.lets.get(str(test.args[0])) if test is not None and (test.op, test.args[-1]) == ("eq", 0) else None
         return bit is not None and bit.op == "and" and bit.args[0] in self.tid and bit.args[1] == mask

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+
 from tilewright.tile.dtypes import int64
-from tilewright.tile.errors import Line, VerifyError
+from tilewright.tile.errors import VerifyError
 from tilewright.tile.ir import thread_ir as ir
 from tilewright.tile.ir.thread_uniform import WARP, Uniform
 
 SCRATCH_BYTES = 8 << 20
 """The most scratch that a thread may have."""
+Known = ir.Parameter | ir.Let | ir.Load | ir.Declare | ir.For
+"""What gives a name its meaning."""
+OF_ANY_TYPE = frozenset(("splat", "iota", "below", "fold", "cast", "bits", "element"))
+"""Operations whose operands are not of the result's type."""
 
 
 def verify(function: ir.Function) -> None:
@@ -20,8 +26,8 @@ def verify(function: ir.Function) -> None:
     if len(set(names)) != len(names):
         raise VerifyError(f"{function.name}: a parameter is named twice")
     memories = {p.name for p in function.parameters if p.kind == "pointer"} | {a.name for a in function.arrays}
-    scope = {p.name: ir.Type(p.dtype) for p in function.parameters if p.kind != "pointer"}
-    _Scope(scope, memories, frozenset(), {}).block(function.body)
+    scope = ChainMap[str, Known]({p.name: p for p in function.parameters if p.kind != "pointer"})
+    _body(function.body, scope, memories)
     if function.threads > 1:
         _threads(function)
 
@@ -56,99 +62,76 @@ def _together(function: ir.Function, body: list[ir.Statement], uniform: Uniform,
                 raise VerifyError(f"{function.name}: {name} goes by {s.args[1]}, which leads out of the warp", s.line)
 
 
-class _Scope:
-    """What a body may use: names with their types (and what its loops and outer bodies define), memories, `counters` of
-    unrolled loops, and `registers`, the variables with how many registers they are, 0 for a plain one."""
+def _uses(s: ir.Statement) -> list[tuple[ir.Operand | None, ir.Type | None]]:
+    """What a statement takes, and of which type each must be; None: of any."""
+    if isinstance(s, ir.Let):
+        wanted = None if s.op in OF_ANY_TYPE else s.operands or s.type
+        other = {"select": 0, "shuffle_xor": 1}.get(s.op)  # a mask or one bool, and a number
+        return [(a, None if i == other else wanted) for i, a in enumerate(s.args)]
+    if isinstance(s, (ir.Load, ir.Store)):
+        value = [(s.value, None if s.source else s.type)] if isinstance(s, ir.Store) else []
+        return [*((o, None) for o in (s.index, s.stride, s.count, s.mask)), *value]
+    if isinstance(s, ir.Print):
+        return [(s.value, s.type), *((o, None) for o in (*s.place, s.count))]
+    if isinstance(s, (ir.If, ir.For)):
+        return [(o, None) for o in s.decides]
+    if isinstance(s, (ir.Declare, ir.Assign)):
+        return [(s.value, ir.Type(s.type.dtype) if isinstance(s, ir.Declare) and s.count else s.type)]
+    return []
 
-    def __init__(
-        self, known: dict[str, ir.Type], memories: set[str], counters: frozenset[str], registers: dict[str, int]
-    ) -> None:
-        self.known, self.memories, self.counters, self.registers = dict(known), memories, counters, dict(registers)
 
-    def block(self, body: list[ir.Statement]) -> None:
-        for statement in body:
-            self.statement(statement)
+def _type(known: Known) -> ir.Type:
+    if isinstance(known, ir.For):
+        return ir.Type(int64)
+    return ir.Type(known.dtype) if isinstance(known, ir.Parameter) else known.type
 
-    def statement(self, s: ir.Statement) -> None:
-        if isinstance(s, ir.Let):
-            wanted = s.operands or s.type
-            for i, arg in enumerate(s.args):
-                self.use(arg, self.expected(s, i, wanted), s.line)
-            self.define(s.name, s.type, s.line)
-        elif isinstance(s, ir.Declare):
-            self.use(s.value, ir.Type(s.type.dtype) if s.count else s.type)
-            self.define(s.name, s.type)
-            self.registers[s.name] = s.count
-        elif isinstance(s, ir.Assign):
-            if s.name not in self.registers or self.known[s.name] != s.type:
-                raise VerifyError(f"assignment to {s.name}, which is no variable of {s.type}")
-            if (s.index is not None) != bool(self.registers[s.name]):
-                raise VerifyError(f"{s.name} is assigned as what it is not")
-            self.constant_index(s.index)
-            self.use(s.value, s.type)
-        elif isinstance(s, (ir.Load, ir.Store)):
-            self.access(s)
-        elif isinstance(s, ir.If):
-            self.use(s.condition)
-            self.inner(self.counters).block(s.body)
-        elif isinstance(s, ir.Print):
-            self.use(s.value, s.type, s.line)
-            for operand in (*s.place, s.count):
-                self.use(operand, None, s.line)
-        elif isinstance(s, ir.Barrier):
-            if s.scope not in ("warp", "block"):
-                raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")
-        elif isinstance(s, ir.For):
-            for bound in s.decides:
-                self.use(bound)
-            if s.unroll and not all(isinstance(b, int) for b in s.decides):
-                raise VerifyError(f"the unrolled loop over {s.var} has bounds that are not constant")
-            inside = self.inner(self.counters | {s.var} if s.unroll else self.counters)
-            inside.define(s.var, ir.Type(int64))
-            inside.block(s.body)
 
-    def expected(self, s: ir.Let, i: int, wanted: ir.Type) -> ir.Type | None:
-        if s.op == "element":
-            if i == 1:
-                self.constant_index(s.args[1])
-            return None
-        if (s.op, i) in (("select", 0), ("shuffle_xor", 1)):  # a mask, or one bool
-            return None
-        return None if s.op in ("splat", "iota", "below", "fold", "cast", "bits") else wanted
+def _body(body: list[ir.Statement], known: ChainMap[str, Known], memories: set[str]) -> None:
+    """The rules of a body that may use these names and memories."""
+    for s in body:
+        _rules(s, known, memories)
+        line = getattr(s, "line", None)
+        for operand, wanted in _uses(s):
+            if not isinstance(operand, str):
+                continue
+            if operand not in known:
+                raise VerifyError(f"{operand} is used before it is defined", line)
+            if wanted is not None and wanted != (mine := _type(known[operand])):
+                raise VerifyError(f"{operand} is {mine}, where {wanted} is wanted", line)
+        scope = known.new_child() if isinstance(s, (ir.If, ir.For)) else known
+        if isinstance(s, (ir.Let, ir.Load, ir.Declare, ir.For)):
+            name = s.var if isinstance(s, ir.For) else s.name
+            if name in known:
+                raise VerifyError(f"{name} is defined twice", line)
+            scope[name] = s
+        if isinstance(s, (ir.If, ir.For)):
+            _body(s.body, scope, memories)
 
-    def inner(self, counters: frozenset[str]) -> _Scope:
-        return _Scope(self.known, self.memories, counters, self.registers)
 
-    def define(self, name: str, type: ir.Type, line: Line | None = None) -> None:
-        if name in self.known:
-            raise VerifyError(f"{name} is defined twice", line)
-        self.known[name] = type
-
-    def use(self, operand: ir.Operand | None, type: ir.Type | None = None, line: Line | None = None) -> None:
-        if not isinstance(operand, str):
-            return
-        if operand not in self.known:
-            raise VerifyError(f"{operand} is used before it is defined", line)
-        if type is not None and self.known[operand] != type:
-            raise VerifyError(f"{operand} is {self.known[operand]}, where {type} is wanted", line)
-
-    def constant_index(self, index: ir.Operand | None) -> None:
-        if isinstance(index, str) and index not in self.counters:
-            raise VerifyError(f"a register array is indexed by {index}, which is not known when compiling")
-
-    def access(self, s: ir.Load | ir.Store) -> None:
-        if s.memory not in self.memories:
+def _rules(s: ir.Statement, known: ChainMap[str, Known], memories: set[str]) -> None:
+    """Those of one statement, beside what it uses and defines."""
+    if isinstance(s, ir.Assign):
+        made = known.get(s.name)
+        if not isinstance(made, ir.Declare) or made.type != s.type:
+            raise VerifyError(f"assignment to {s.name}, which is no variable of {s.type}")
+        if (s.index is not None) != bool(made.count):
+            raise VerifyError(f"{s.name} is assigned as what it is not")
+    elif isinstance(s, (ir.Load, ir.Store)):
+        size, item = s.type.lanes * s.type.dtype.itemsize, s.type.dtype.itemsize
+        if s.memory not in memories:
             raise VerifyError(f"no memory {s.memory}", s.line)
-        for operand in (s.index, s.stride, s.count, s.mask):
-            self.use(operand, None, s.line)
         if s.count is not None and (s.type.lanes == 1 or s.mask is not None):
             raise VerifyError(f"an access to {s.memory} has a count and is a scalar or has a mask", s.line)
-        size = s.type.lanes * s.type.dtype.itemsize
-        if s.align and (size % s.align or s.align % s.type.dtype.itemsize):
+        if s.align and (size % s.align or s.align % item):
             raise VerifyError(f"an access to {s.memory} of {size} bytes is aligned to {s.align}", s.line)
-        if isinstance(s, ir.Load):
-            self.define(s.name, s.type, s.line)
-        elif s.source and (s.source not in self.memories or s.align < 4 or s.stride != 1 or s.mask is not None):
+        plain = s.stride == 1 and s.mask is None and not s.scattered
+        if isinstance(s, ir.Store) and s.source and (s.source not in memories or s.align < 4 or not plain):
             raise VerifyError(f"a copy from {s.source} to {s.memory} that no instruction does", s.line)
-        else:
-            self.use(s.value, None if s.source else s.type, s.line)
+    elif isinstance(s, ir.Barrier) and s.scope not in ("warp", "block"):
+        raise VerifyError(f"a barrier of {s.scope}: a warp's or a block's")
+    elif isinstance(s, ir.For) and s.unroll and not all(isinstance(b, int) for b in s.decides):
+        raise VerifyError(f"the unrolled loop over {s.var} has bounds that are not constant")
+    register = s.index if isinstance(s, ir.Assign) else s.args[1] if isinstance(s, ir.Let) and s.op == "element" else 0
+    counter = known.get(register) if isinstance(register, str) else None
+    if isinstance(register, str) and not (isinstance(counter, ir.For) and counter.unroll):
+        raise VerifyError(f"a register array is indexed by {register}, which is not known when compiling")

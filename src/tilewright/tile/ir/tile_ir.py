@@ -40,7 +40,7 @@ SCOPES = ("register", "shared")
 
 COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))
 BINARY = COMPARISONS | frozenset(
-    ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr", "mulhi"]
+    ["add", "sub", "mul", "div", "floordiv", "mod", "min", "max", "and", "or", "xor", "shl", "shr"]
 )
 ACCURACIES = ("exact", "fast")
 ROUNDED = frozenset(["exp", "exp2", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid"])

@@ -45,7 +45,7 @@ class Fragment:
 
     def arguments(self) -> dict[str, Any]:
         """What joins the kernel's arguments."""
-        return {n: v for n, v in self.bound.items() if not _constant(v)}
+        return {n: v for n, v in self.bound.items() if not isinstance(v, int | float | str | Most | None)}
 
     def inlined(self, handles: Mapping[str, Any]) -> Callable[..., Any]:
         """The function for a trace, with its bound arguments as handles."""
@@ -60,9 +60,8 @@ class Fragment:
         return call
 
 
-def fragment(function: Callable[..., Any]) -> Fragment:
-    """Make a function of (t, ..., own arguments) a fragment."""
-    return Fragment(function)
+fragment = Fragment
+"""Makes a function of (t, ..., own arguments) a fragment."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +137,13 @@ class Kernel:
         Raises:
             TraceError: the function does what tiles cannot; the message names its line.
         """
-        allowed = {n: self._sizes(n, v) if isinstance(v, ViewType) else v for n, v in arguments.items()}
-        views = {n: v for n, v in allowed.items() if isinstance(v, ViewType)}
-        scalars = {n: v for n, v in allowed.items() if isinstance(v, DType)}
+        views = {n: self._sizes(n, v) for n, v in arguments.items() if isinstance(v, ViewType)}
+        scalars = {n: v for n, v in arguments.items() if isinstance(v, DType)}
         wrong = [f"{n} is {v}" for n, v in scalars.items() if v not in SCALARS]
         if wrong:
             raise TileError(f"{self.name}: scalars are float32 or int64; {wrong[0]}")
         recorder = Recorder(self.name, views, scalars)
-        handles: dict[str, Any] = dict(allowed)
+        handles: dict[str, Any] = {**arguments}
         handles |= {n: View(recorder, n, v) for n, v in views.items()}
         handles |= {n: Tile(recorder, recorder.add("argument", dtype=v, name=n)) for n, v in scalars.items()}
         own = {n: handles.pop(n) for n in self.parameters if n in handles}
@@ -183,7 +181,3 @@ def kernel(function: Callable[..., Any] | None = None, /, *, static: Static = No
         return Kernel(found, static or {}, frozenset(frozenset(p) for p in inplace))
 
     return make if function is None else make(function)
-
-
-def _constant(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, Most))

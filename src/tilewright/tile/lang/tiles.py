@@ -18,6 +18,8 @@ from tilewright.tile.ir import tile_ir as ir
 from tilewright.tile.lang.trace import Recorder
 
 ROUNDINGS = ("nearest_even", "toward_zero")
+LOGICAL = frozenset(("and", "or", "xor", "eq", "ne"))
+REAL = ir.COMPARISONS | {"add", "sub", "mul", "div", "min", "max"}
 
 
 def _operator(kind: str) -> Callable[[Tile, Any], Tile]:
@@ -197,13 +199,12 @@ class Place:
 
     @staticmethod
     def _one(recorder: Recorder, index: Any) -> Tile:
-        if isinstance(index, Tile):
-            if not index.dtype.integer:
-                raise TraceError(f"an index is {index.dtype}; needs an integer")
-            return index.i64()
-        if isinstance(index, bool) or not isinstance(index, int):
+        if isinstance(index, bool) or not isinstance(index, (int, Tile)):
             raise TraceError(f"an index is {index!r}; needs a tile or an int")
-        return Tile(recorder, recorder.const(index, dtypes.int64))
+        tile = lift(recorder, index, dtypes.int64)
+        if not tile.dtype.integer:
+            raise TraceError(f"an index is {tile.dtype}; needs an integer")
+        return tile.i64()
 
 
 class Var:
@@ -243,7 +244,7 @@ def lift(recorder: Recorder, value: Any, like: DType | None = None) -> Tile:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool):
-        return Tile(recorder, recorder.const(value, like if like == dtypes.boolean else dtypes.boolean))
+        return Tile(recorder, recorder.const(value, dtypes.boolean))
     if isinstance(value, int):
         return Tile(recorder, recorder.const(value, like if like and like.computes else dtypes.int64))
     if isinstance(value, float):
@@ -267,9 +268,9 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
         raise TraceError(f"neither {a!r} nor {b!r} is a tile")
     left, right = lift(known._t, a, known.dtype), lift(known._t, b, known.dtype)
     if left.dtype != right.dtype:
-        storage = next((d for d in (left.dtype, right.dtype) if not d.computes and d != dtypes.boolean), None)
-        if storage is not None:
-            widened(storage)
+        for tile in (left, right):
+            if tile.dtype != dtypes.boolean:
+                widened(tile.dtype)
         raise TraceError(f"{left.dtype} meets {right.dtype}: cast one with .f32(), .i32(), .i64() or .to()")
     return left, right
 
@@ -277,15 +278,10 @@ def pair(a: Any, b: Any) -> tuple[Tile, Tile]:
 def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
     left, right = pair(a, b)
     dtype = left.dtype
-    if dtype == dtypes.boolean:
-        allowed = kind in ("and", "or", "xor", "eq", "ne")
-    elif widened(dtype).floating:
-        allowed = kind in ir.COMPARISONS or kind in ("add", "sub", "mul", "div", "min", "max")
-    else:
-        allowed = kind != "div" and (kind != "mulhi" or dtype == dtypes.uint32)
-        if kind == "div":
-            raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
-    if not allowed:
+    allowed = LOGICAL if dtype == dtypes.boolean else REAL if widened(dtype).floating else ir.BINARY
+    if kind == "div" and dtype.integer:
+        raise TraceError("integers divide with //, which rounds down; for a fraction cast with .f32()")
+    if kind not in allowed:
         raise TraceError(f"{kind} is not defined on {dtype}")
     shape = ir.broadcast_shapes(left.shape, right.shape)
     by = right.node.attrs["value"] if right.node.op == "const" and dtype.integer else 0
@@ -301,10 +297,9 @@ def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
     dtype = x.dtype
     if accuracy not in ir.ACCURACIES:
         raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ir.ACCURACIES))}")
-    if dtype == dtypes.boolean or kind == "not":
-        if kind != "not" or dtype != dtypes.boolean:
-            raise TraceError(f"{kind} is not defined on {dtype}")
-    elif widened(dtype).integer and kind not in ("neg", "abs"):
+    if (dtype == dtypes.boolean) != (kind == "not"):
+        raise TraceError(f"{kind} is not defined on {dtype}")
+    if dtype != dtypes.boolean and widened(dtype).integer and kind not in ("neg", "abs"):
         raise TraceError(f"{kind} is not defined on {dtype}: cast it with .f32()")
     said = {"accuracy": accuracy} if accuracy != "exact" else {}
     return made("unary", x, shape=x.shape, dtype=dtype, kind=kind, **said)

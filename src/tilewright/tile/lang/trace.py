@@ -43,57 +43,42 @@ class Recorder:
         """Nodes whose effects the program is reduced to, where there are any."""
 
     def add(
-        self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType = int64, **attrs: Any
+        self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType | None = None, **attrs: Any
     ) -> Node:
-        """A pure node, or the same one again."""
-        return self._make(op, args, attrs, shape, dtype, None)
-
-    def effect(
-        self, op: str, args: tuple[Node, ...] = (), *, shape: Shape = (), dtype: DType = boolean, **attrs: Any
-    ) -> Node:
-        """An effect, at the end of the open region."""
-        made = self._make(op, args, attrs, shape, dtype, self.region)
-        self.region.effects.append(made)
-        return made
-
-    def _make(
-        self, op: str, args: tuple[Node, ...], attrs: Mapping[str, Any], shape: Shape, dtype: DType,
-        region: Region | None,
-    ) -> Node:  # fmt: skip
-        limits = tuple(a.limit for a in shape if isinstance(a, Dim))
-        line: Line | None = None
-        home = self.body
-        for node in (*args, *limits):
+        """An effect, at the end of the open region; or a pure node (or the same one again) where what it needs is."""
+        effect = op in EFFECTS
+        dtype = dtype or (boolean if effect else int64)
+        needs = [*args, *(a.limit for a in shape if isinstance(a, Dim))]
+        for node in needs:
             if node.region.closed or not self.region.within(node.region):
-                line = line or author_line()
+                line = author_line()
                 made = f" (it was made at {node.line})" if str(node.line) != str(line) else ""
                 raise TraceError(f"a value is used that {node.region.closed or AFTER}{made}", line)
-            if node.region.depth > home.depth:
-                home = node.region
         key = (op, args, tuple(attrs.items()), shape, dtype)
-        if op not in EFFECTS and key in self.known:
+        if not effect and key in self.known:
             return self.known[key]
-        node = Node(op, args, attrs, shape, dtype, region or home, line or author_line(), len(self.nodes))
+        inner = max((self.body, *(n.region for n in needs)), key=lambda region: region.depth)
+        node = Node(op, args, attrs, shape, dtype, self.region if effect else inner, author_line(), len(self.nodes))
         self.nodes.append(node)
-        if op not in EFFECTS:
+        if effect:
+            self.region.effects.append(node)
+        else:
             self.known[key] = node
         return node
 
+    effect = add  # where a reader should see that it is one
+
     def const(self, value: float | int | bool, dtype: DType) -> Node:
         """A scalar constant, rounded to the dtype."""
-        if dtype.floating:
-            try:
-                with np.errstate(over="ignore"):
-                    exact: float | int | bool = float(dtype.rounded(np.asarray(float(value), np.float32)).item())
-            except OverflowError:
-                raise TraceError(f"{short(value)} does not fit {dtype}") from None
-            return self.add("const", dtype=dtype, value=exact, sign=str(exact))  # -0.0 == 0.0, and is not the same
-        if dtype.integer:
-            low, high = dtype.bounds
-            if not low <= int(value) <= high:
-                raise TraceError(f"{short(value)} does not fit {dtype}")
-            return self.add("const", dtype=dtype, value=int(value))
-        return self.add("const", dtype=dtype, value=bool(value))
+        try:
+            if dtype.integer and not dtype.bounds[0] <= value <= dtype.bounds[1]:
+                raise OverflowError
+            with np.errstate(over="ignore"):
+                exact = dtype.rounded(value).item()
+        except OverflowError:
+            raise TraceError(f"{short(value)} does not fit {dtype}") from None
+        sign: dict[str, Any] = {"sign": str(exact)} if dtype.floating else {}  # -0.0 == 0.0, and is not the same
+        return self.add("const", dtype=dtype, value=exact, **sign)
 
     @contextmanager
     def inside(self, kind: str) -> Iterator[Region]:

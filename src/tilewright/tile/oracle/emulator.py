@@ -70,7 +70,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "quot": _toward_zero,
     "rem": lambda a, b: a - _toward_zero(a, b) * b,
 }
-SECOND = {"max": numbers.NumpyBuilder().greatest, "min": numbers.NumpyBuilder().least}
 
 
 class Machine:
@@ -245,7 +244,7 @@ class Machine:
         kind = s.type.dtype.values
         if not mask.all():
             other = np.asarray(0 if s.count is not None else s.other, kind)
-            found = np.where(mask, found, s.type.dtype.rounded(other) if s.type.dtype.floating else other)
+            found = np.where(mask, found, s.type.dtype.rounded(other))
         self.values[s.name] = found.astype(kind, copy=False)
         self.define(s.name, unknown)
 
@@ -316,8 +315,8 @@ class Machine:
 
     def operation(self, s: ir.Let, args: list[Array], active: Array) -> Any:
         op, source = s.op, s.operands or s.type
-        if op in SECOND and s.mode:
-            return SECOND[op](*args) if s.mode == "second" else OPERATIONS[op](*args, s.mode)
+        if op in ("max", "min") and s.mode:
+            return OPERATIONS[op](*args, s.mode)
         if op in OPERATIONS:
             return OPERATIONS[op](*args)
         if op == "iota":

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from tilewright.tile import dtypes, numbers
-from tilewright.tile.dtypes import Array
+from tilewright.tile.dtypes import Array, DType
 from tilewright.tile.errors import RunError
-from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first
+from tilewright.tile.ir.tile_ir import Dim, Node, Program, Region, operands_first, static_size
 from tilewright.tile.oracle.memory import poison, sizes_of
 
 EXACT: dict[str, Callable[[Array], Array]] = {
@@ -90,138 +90,125 @@ class _Machine:
         self.place, self.frames, self.cells = place, {}, {}
         self.region(self.program.body)
 
-    def region(self, region: Region) -> None:
-        self.frames[region] = {}
+    def region(self, region: Region, index: dict[Node, Array] | None = None) -> None:
+        self.frames[region] = index or {}
         for effect in region.effects:
             self.effect(effect)
 
     def effect(self, e: Node) -> None:
         if e.op == "load":
-            self.frames[e.region][e] = self.load(e)
+            self.frames[e.region][e] = self.typed(self.load(e), e.dtype)
         elif e.op == "store":
             self.store(e)
         elif e.op in ("var", "set"):
-            key = e.id if e.op == "var" else e.attrs["var"]
-            value = self.value(e.args[0])
-            self.cells[key] = value if e.op == "var" else np.broadcast_to(value, self.cells[key].shape)
+            self.cells[e.attrs.get("var", e.id)] = np.broadcast_to(self.value(e.args[0]), self.extents(e))
         elif e.op == "stage":
             self.frames[e.region][e] = self.value(e.args[0])
         elif e.op == "get":
             self.frames[e.region][e] = self.cells[e.attrs["var"]]
         elif e.op == "loop":
             lo, hi, step = (int(self.value(a)) for a in e.args)
-            body = e.attrs["body"]
             for k in range(lo, hi, step) if step > 0 else ():
-                self.frames[body] = {e.attrs["index"]: np.asarray(k, np.int64)}
-                for inner in body.effects:
-                    if inner.op != "index":
-                        self.effect(inner)
+                self.region(e.attrs["body"], {e.attrs["index"]: np.asarray(k, np.int64)})
         elif e.op == "when":
-            if bool(self.value(e.args[0])):
+            if self.value(e.args[0]):
                 self.region(e.attrs["body"])
         elif e.op == "print":
             value = np.broadcast_to(self.value(e.args[0]), self.extents(e))
             line = numbers.printed(e.attrs["text"], value.ndim, e.dtype)
             for index, element in np.ndenumerate(value):
                 print(line % (*self.place, *index, element.item()))
-        elif e.op == "check" and not bool(self.value(e.args[0])):
+        elif e.op == "check" and not self.value(e.args[0]):
             raise RunError(f"check failed: {e.attrs['text']}", e.line)
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
-    def _where(self, e: Node) -> tuple[tuple[Array, ...], Array, tuple[int, ...]]:
+    def _where(self, e: Node) -> tuple[tuple[Array, ...], Array]:
         """The storage index of each element of an access, and the mask."""
         view, raw = self.program.views[e.attrs["view"]], self.arguments[e.attrs["view"]]
         shape = self.extents(e)
         indices = [np.broadcast_to(self.value(a), shape) for a in e.args[: view.rank]]
-        mask = np.ones(shape, bool)
-        if e.attrs["masked"]:
-            mask = np.broadcast_to(self.value(e.args[view.rank]), shape)
-        levels = raw.shape[: view.levels]
+        mask = np.broadcast_to(self.value(e.args[view.rank]) if e.attrs["masked"] else True, shape)
         for axis, (index, size) in enumerate(zip(indices, sizes_of(raw, view.levels), strict=True)):
             wrong = mask & ((index < 0) | (index >= size))
             if wrong.any():
                 bad = int(np.asarray(index)[wrong].flat[0])
                 raise RunError(f"{e.op} of {e.attrs['view']}: index {bad} on axis {axis} of size {size}", e.line)
         safe = [np.where(mask, index, 0) for index in indices]
-        rows = np.unravel_index(safe[0], levels) if raw.size else (safe[0],)
-        return (*rows, *safe[1:]), mask, shape
+        rows = np.unravel_index(safe[0], raw.shape[: view.levels]) if raw.size else (safe[0],)
+        return (*rows, *safe[1:]), mask
 
     def load(self, e: Node) -> Array:
-        name, dtype = e.attrs["view"], e.dtype
-        raw = self.arguments[name]
-        index, mask, shape = self._where(e)
+        name, other = e.attrs["view"], e.dtype.rounded(e.attrs["other"])
+        index, mask = self._where(e)
         if not mask.any():
-            return np.broadcast_to(self._other(e), shape).astype(self.real if dtype.floating else dtype.storage)
+            return np.broadcast_to(other, mask.shape)
         if name in self.written and not self.written[name][index][mask].all():
             raise RunError(f"load of {name}: nobody has written there", e.line)
-        found = np.where(mask, dtype.decode(raw[index]), self._other(e))
-        return found.astype(self.real) if dtype.floating else found
-
-    def _other(self, e: Node) -> Array:
-        value = np.asarray(e.attrs["other"], e.dtype.values)
-        return e.dtype.rounded(value) if e.dtype.floating else value
+        return np.where(mask, e.dtype.decode(self.arguments[name][index]), other)
 
     def store(self, e: Node) -> None:
         name = e.attrs["view"]
-        index, mask, shape = self._where(e)
-        value = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), shape)
+        index, mask = self._where(e)
         chosen = tuple(np.asarray(i)[mask] for i in index)
-        self.arguments[name][chosen] = value[mask]
+        self.arguments[name][chosen] = np.broadcast_to(e.dtype.encode(self.value(e.args[-1])), mask.shape)[mask]
         if name in self.written:
             self.written[name][chosen] = True
 
     # Values ---------------------------------------------------------------------------------------------------------
 
     def extents(self, node: Node) -> tuple[int, ...]:
-        return tuple(self._extent(a, node) if isinstance(a, Dim) else a for a in node.shape)
+        sizes = [int(self.value(a.limit)) if isinstance(a, Dim) else a for a in node.shape]
+        for size, axis in zip(sizes, node.shape, strict=True):
+            if size > static_size(axis):
+                raise RunError(f"an axis of {size} elements, compiled for at most {static_size(axis)}", node.line)
+        return tuple(max(n, 0) for n in sizes)
 
-    def _extent(self, axis: Dim, node: Node) -> int:
-        size = int(self.value(axis.limit))
-        if size > axis.most:
-            raise RunError(f"an axis of {size} elements, compiled for at most {axis.most}", node.line)
-        return max(size, 0)
+    def typed(self, value: Any, dtype: DType) -> Array:
+        """As the machine holds values of a dtype: floating ones in the precision of the run."""
+        return np.asarray(value).astype(self.real if dtype.floating else dtype.storage, copy=False)
 
     def value(self, node: Node) -> Array:
         """The value of a node, computed where it is not known yet."""
         for one in operands_first(node, lambda n: n in self.frames[n.region]):
-            self.frames[one.region][one] = self.compute(one, [self.frames[a.region][a] for a in one.args])
+            made = self.compute(one, [self.frames[a.region][a] for a in one.args])
+            self.frames[one.region][one] = self.typed(made, one.dtype)
         return self.frames[node.region][node]
 
-    def compute(self, node: Node, args: list[Array]) -> Array:
+    def compute(self, node: Node, args: list[Array]) -> Any:
         a, op = node.attrs, node.op
         if op == "binary":
-            function = numbers.BINARY[a["kind"]]
-            return np.asarray(function(*args, a["nan"]) if "nan" in a else function(*args))
+            nan = (a["nan"],) if "nan" in a else ()
+            return numbers.BINARY[a["kind"]](*args, *nan)
         if op == "unary":
-            return self._unary(a["kind"], args[0])
+            exact = args[0].dtype == np.float64 and a["kind"] in EXACT
+            return (EXACT if exact else numbers.UNARY)[a["kind"]](args[0])
         if op == "const":
-            return np.asarray(a["value"], self.real if node.dtype.floating else node.dtype.storage)
+            return a["value"]
         if op in ("program_id", "num_programs"):
-            return np.asarray((self.place if op == "program_id" else self.grid)[a["axis"]], np.int64)
+            return (self.place if op == "program_id" else self.grid)[a["axis"]]
         if op == "argument":
-            value = np.asarray(self.arguments[a["name"]], node.dtype.values)
-            return value.astype(self.real) if node.dtype.floating else value
+            return np.asarray(self.arguments[a["name"]], node.dtype.values)
         if op == "size":
-            sizes = sizes_of(self.arguments[a["view"]], self.program.views[a["view"]].levels)
-            return np.asarray(sizes[a["axis"]], np.int64)
+            return sizes_of(self.arguments[a["view"]], self.program.views[a["view"]].levels)[a["axis"]]
         if op == "arange":
-            return np.arange(self.extents(node)[0], dtype=np.int64)
+            return np.arange(self.extents(node)[0])
         if op == "fma":
-            return numbers.fma(*args) if self.real is np.float32 else np.asarray(args[0] * args[1] + args[2])
+            return numbers.fma(*args) if self.real is np.float32 else args[0] * args[1] + args[2]
         if op == "where":
-            return np.where(args[0], args[1], args[2])
+            return np.where(*args)
         if op == "cast":
             if self.real is np.float64 and node.dtype == dtypes.float32:
-                return args[0].astype(np.float64)
-            made = np.asarray(numbers.cast(args[0], node.args[0].dtype, node.dtype, a["round"], a["saturate"]))
-            return made.astype(self.real) if node.dtype.floating else made
+                return args[0]
+            return numbers.cast(args[0], node.args[0].dtype, node.dtype, a["round"], a["saturate"])
         if op == "bitcast":
             if self.real is np.float64 and dtypes.float32 in (node.dtype, node.args[0].dtype):
                 raise RunError("an exact run has no bits of float32", node.line)
             return np.ascontiguousarray(args[0]).view(node.dtype.storage).reshape(args[0].shape)
         if op == "broadcast":
-            return self._broadcast(node, args[0])
+            x, own = args[0], [k for k in a["axes"] if k >= 0]
+            shape = [1 if k < 0 else x.shape[k] for k in a["axes"]]
+            return np.broadcast_to(x.transpose(own).reshape(shape), self.extents(node))
         if op == "reshape":
             return args[0].reshape(self.extents(node))
         if op == "reduce":
@@ -229,26 +216,13 @@ class _Machine:
         assert op == "random", op
         return numbers.philox(*args)
 
-    def _unary(self, kind: str, x: Array) -> Array:
-        if x.dtype == np.float64 and kind in EXACT:
-            return np.asarray(EXACT[kind](x))
-        return np.asarray(numbers.UNARY[kind](x))
-
-    def _broadcast(self, node: Node, x: Array) -> Array:
-        axes = node.attrs["axes"]
-        order = [k for k in axes if k >= 0]
-        shape = tuple(1 if k < 0 else x.shape[k] for k in axes)
-        return np.broadcast_to(x.transpose(order).reshape(shape), self.extents(node))
-
     def _reduce(self, node: Node, x: Array) -> Array:
         combine, dtype, axis = node.attrs["combine"], node.args[0].dtype, node.attrs["axis"]
-        x = np.broadcast_to(x, self.extents(node.args[0]))
-        moved = np.moveaxis(x, axis, 0)
+        moved = np.moveaxis(np.broadcast_to(x, self.extents(node.args[0])), axis, 0)
         last = all(a == 1 for a in node.args[0].shape[axis + 1 :])
         order = self.order if last else Order(block=self.order.block)
-        kind = self.real if dtype.floating else np.dtype(dtype.storage)
         block, start = order.block if combine == "sum" and dtype.floating else 0, numbers.identity(combine, dtype)
-        found = fold(moved, combine, start, order.lanes, order.unroll, block, order.threads).astype(kind)
+        found = fold(moved, combine, start, order.lanes, order.unroll, block, order.threads)
         return np.expand_dims(found, axis) if node.attrs["keep"] else found
 
 

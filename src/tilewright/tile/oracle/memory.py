@@ -1,15 +1,14 @@
 """Memory as the emulator sees it: tensors and arrays by element, with what was ever written and who touched it when.
 
 A race is found by epochs: two accesses of different threads to one place, of which one writes, need a barrier of the
-block between them, or one of the warp where both are in it. Of the readers since the last barrier of the block a place
-remembers as many as decide whether any later write races. What runs is in `emulator`.
+block between them, or one of the warp where both are in it. What runs is in `emulator`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,27 +17,32 @@ from tilewright.tile.dtypes import Array, DType
 from tilewright.tile.errors import Line, RaceError, RunError
 from tilewright.tile.ir.thread_uniform import WARP
 
+LINES = 1 << 32
+"""An access is kept as thread * LINES + the number of its line, so that the least one is the first thread's."""
 
-@dataclass
+
 class Clock:
-    """What orders the threads of an instance: a count of barriers of the block, and of each warp."""
+    """What orders the threads of an instance: a count of barriers of the block, from 1 on, and of each warp."""
 
-    threads: int
-    block: int = 0
-    warp: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.warp = np.zeros(-(-self.threads // WARP), np.int64)
+    def __init__(self, threads: int) -> None:
+        self.threads, self.block, self.warp = threads, 1, np.zeros(-(-threads // WARP), np.int64)
 
 
 class Touched:
-    """One kind of access (reads, or writes) to each place: the last one, and what of the others still matters."""
+    """One kind of access (reads, or writes) by place and warp: the barriers before the last one (of the block 0: there
+    was none), and the first and the last of the warp's threads since those. So every race is seen."""
 
-    def __init__(self, places: int) -> None:
-        self.block, self.warp = np.full(places, -1, np.int64), np.zeros(places, np.int64)
-        self.thread, self.same, self.other = (np.full(places, -1, np.int32) for _ in range(3))
-        """A thread; another one of its warp since the warp's last barrier; one of another warp. -1: none."""
-        self.line = np.zeros(places, np.int32)
+    def __init__(self, places: int, warps: int) -> None:
+        self.block, self.warp, self.low, self.high = (np.zeros((places, warps), np.int64) for _ in range(4))
+
+    def note(self, cell: tuple[Array, Array], who: Array, clock: Clock) -> None:
+        """`who`: see `LINES`. Cells may be named more than once."""
+        old = (self.block[cell] != clock.block) | (self.warp[cell] != clock.warp[cell[1]])
+        fresh = cell[0][old], cell[1][old]
+        self.low[fresh] = self.high[fresh] = who[old]
+        np.minimum.at(self.low, cell, who)
+        np.maximum.at(self.high, cell, who)
+        self.block[cell], self.warp[cell] = clock.block, clock.warp[cell[1]]
 
 
 class Places:
@@ -46,9 +50,8 @@ class Places:
 
     def __init__(self, count: int, *, written: bool, clock: Clock) -> None:
         self.written, self.clock = np.full(count, written), clock
-        self.lines: list[tuple[str, Line | None]] = [("", None)]
-        self.numbers: dict[tuple[str, Line | None], int] = {}
-        self.reads, self.writes = Touched(count), Touched(count)
+        self.lines: dict[tuple[str, Line | None], int] = {}
+        self.reads, self.writes = Touched(count, len(clock.warp)), Touched(count, len(clock.warp))
         self.busy = np.zeros(count, bool)
         """Where a copy is on its way to."""
 
@@ -60,58 +63,31 @@ class Places:
         """
         if self.busy[at].any():
             raise RaceError(f"{name}: a copy is on its way to where thread {thread[self.busy[at]][0]} comes", line)
-        key = (name, line)
-        number = self.numbers.setdefault(key, len(self.lines))
-        if number == len(self.lines):
-            self.lines.append(key)
-        order = np.argsort(at, kind="stable")
-        at, thread = at[order], thread[order]
-        first = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
-        place = at[first]
-        low, high = np.minimum.reduceat(thread, first), np.maximum.reduceat(thread, first)
+        if self.clock.threads == 1:
+            return
+        who = thread.astype(np.int64) * LINES + self.lines.setdefault((name, line), len(self.lines))
+        does = "writes" if writing else "reads"
         if writing:
-            self._refuse(low != high, place, low, high, np.full(len(place), number), "writes", number, "writes")
-            self._check(self.reads, "read", place, low, "writes", number)
-        for one in (low, high) if not writing else (low,):
-            self._check(self.writes, "wrote", place, one, "writes" if writing else "reads", number)
-        self._note(self.writes if writing else self.reads, place, low, high, number)
+            self._check(self.reads, "read", at, who, does)
+        self._check(self.writes, "wrote", at, who, does)
+        (self.writes if writing else self.reads).note((at, thread // WARP), who, self.clock)
+        if writing:
+            self._check(self.writes, "writes", at, who, does)
 
-    def _check(self, past: Touched, did: str, place: Array, now: Array, does: str, number: int) -> None:
-        """Whether a thread at each place meets what an earlier access left there."""
-        recent, before = past.block[place] == self.clock.block, past.thread[place]
-        for who in (before, past.same[place], past.other[place]):
-            parted = (who // WARP == now // WARP) & (past.warp[place] < self.clock.warp[now // WARP])
-            self._refuse(recent & (who >= 0) & (who != now) & ~parted, place, who, now, past.line[place], did, number,
-                         does)  # fmt: skip
-
-    def _refuse(
-        self, wrong: Array, place: Array, who: Array, now: Array, line: Array, did: str, number: int, does: str
-    ) -> None:
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            (name, mine), (_, other) = self.lines[number], self.lines[line[i]]
-            there, here = (f" at {found}" if found is not None else "" for found in (other, mine))
-            raise RaceError(f"{name}, place {place[i]}: thread {who[i]} {did}{there}, and thread {now[i]} "
-                            f"{does}{here}, with no barrier between", mine)  # fmt: skip
-
-    def _note(self, past: Touched, place: Array, low: Array, high: Array, number: int) -> None:
-        """Remember an access by the threads from `low` to `high`, as far as it adds to what may race later."""
-        none, warp, now = np.int32(-1), low // WARP, self.clock.warp[low // WARP]
-        thread, same, other = past.thread[place], past.same[place], past.other[place]
-        fresh = past.block[place] != self.clock.block
-        again = ~fresh & (other < 0) & (thread // WARP == warp) & (past.warp[place] < now)
-        over = (fresh | again) if past is self.reads else np.full(len(place), True)
-        near = high // WARP == warp
-        beyond = np.where(thread // WARP != warp, low, np.where(near, none, high))
-        second = np.where(low != thread, low, np.where(high != thread, high, none))
-        mine = ~over & (thread // WARP == warp)
-        past.same[place] = np.where(over, np.where(near & (high != low), high, none),
-                                    np.where(mine & (same < 0) & near, second, same))  # fmt: skip
-        past.other[place] = np.where(over, np.where(near, none, high), np.where(other < 0, beyond, other))
-        past.warp[place] = np.where(over, now, past.warp[place])
-        past.line[place] = np.where(over, number, past.line[place])
-        past.thread[place] = np.where(over, low, thread)
-        past.block[place] = self.clock.block
+    def _check(self, past: Touched, did: str, at: Array, now: Array, does: str) -> None:
+        """Whether a thread meets at its place what another one did there, with no barrier in between."""
+        thread = now[:, None] // LINES
+        own = np.arange(len(self.clock.warp)) == thread // WARP
+        near = (past.block[at] == self.clock.block) & (~own | (past.warp[at] == self.clock.warp))
+        for who in (past.low[at], past.high[at]):
+            wrong = near & (who // LINES != thread)
+            if wrong.any():
+                i = max(np.flatnonzero(wrong.any(1)), key=lambda i: (-at[i], thread[i, 0]))
+                other, lines = who[i][wrong[i]][0], list(self.lines)
+                (name, mine), (_, its) = lines[now[i] % LINES], lines[other % LINES]
+                there, here = (f" at {found}" if found is not None else "" for found in (its, mine))
+                raise RaceError(f"{name}, place {at[i]}: thread {other // LINES} {did}{there}, and thread "
+                                f"{thread[i, 0]} {does}{here}, with no barrier between", mine)  # fmt: skip
 
 
 @dataclass
@@ -138,23 +114,20 @@ class Memory:
         Raises:
             RunError: beyond the tensor or the array.
         """
-        found = index + self.start
+        found = np.where(mask, index + self.start, 0)
         beyond = mask & ((found < 0) | (found >= len(self.raw)))
-        found = np.where(mask & ~beyond, found, 0)
-        if self.inside is not None:
-            beyond = beyond | (mask & ~self.inside[found])
+        if self.inside is not None and not beyond.any():
+            beyond = mask & ~self.inside[found]
         if beyond.any():
             raise RunError(f"{doing} of {self.name}: element {int(index[beyond].flat[0])} is none of its", line)
-        places = self.first + found[mask] * self.size
-        return found, np.asarray((places[:, None] + np.arange(self.size)).reshape(-1))
+        return found, ((self.first + found[mask] * self.size)[:, None] + np.arange(self.size)).reshape(-1)
 
     def load(self, index: Array, mask: Array, thread: Array, line: Line | None) -> tuple[Array, Array | None]:
         """(values, which of them nobody ever wrote, or None for none of them)."""
         if not mask.any():
             return np.zeros(index.shape, self.dtype.values), None
         found, places = self.at(index, mask, "load", line)
-        if self.places.clock.threads > 1:
-            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=False)
+        self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=False)
         values = self.dtype.decode(self.raw[found])
         written = self.places.written[places]
         if written.all():
@@ -170,44 +143,42 @@ class Memory:
     ) -> None:
         if not mask.any():
             return
-        found, places = self.at(index, mask, "store", line)
-        unknown = None if undefined is None else np.broadcast_to(undefined, index.shape)[mask]
-        if unknown is not None and unknown.any() and not self.array:
+        unknown = np.broadcast_to(False if undefined is None else undefined, index.shape)[mask]
+        if unknown.any() and not self.array:
             raise RunError(f"store to {self.name} of what comes from memory that nobody has written", line)
-        if self.places.clock.threads > 1:
-            self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=True)
+        found, places = self.at(index, mask, "store", line)
+        self.places.touch(self.name, line, places, np.repeat(thread[mask], self.size), writing=True)
         self.raw[found[mask]] = self.dtype.encode(np.broadcast_to(value, index.shape)[mask])
-        self.places.written[places] = True if unknown is None else np.repeat(~unknown, self.size)
+        self.places.written[places] = np.repeat(~unknown, self.size)
 
 
 def tensors(arguments: Mapping[str, tuple[Array, DType]], outputs: tuple[str, ...], clock: Clock) -> dict[str, Memory]:
     """The memory of arguments; those that share bytes share their places. Outputs are poisoned."""
-    flat: dict[str, tuple[int, Array, int, Array]] = {}
+    flat: dict[str, tuple[Array, Array, int]] = {}
+    extents: dict[str, tuple[int, int]] = {}
     for name, (raw, _) in arguments.items():
         if name in outputs:
             raw[...] = poison(raw.dtype)
         upward = raw[tuple(slice(None, None, -1 if s < 0 else 1) for s in raw.strides)]
-        steps = [abs(s) // raw.itemsize for s in raw.strides]
+        steps = [s // raw.itemsize for s in upward.strides]
         count = sum((n - 1) * s for n, s in zip(raw.shape, steps, strict=True)) + 1 if raw.size else 0
-        whole = np.lib.stride_tricks.as_strided(upward, (count,), (raw.itemsize,))
-        inside = np.zeros(count, bool)
+        whole, inside = np.lib.stride_tricks.as_strided(upward, (count,), (raw.itemsize,)), np.zeros(count, bool)
         if raw.size:
             np.lib.stride_tricks.as_strided(inside, raw.shape, steps)[...] = True
-        start = (raw.ctypes.data - upward.ctypes.data) // raw.itemsize
-        flat[name] = upward.ctypes.data, whole, start, inside
+        low = whole.ctypes.data
+        flat[name], extents[name] = (whole, inside, (raw.ctypes.data - low) // raw.itemsize), (low, low + whole.nbytes)
     made: dict[str, Memory] = {}
-    for group in _sharing({n: (low, low + w.nbytes) for n, (low, w, _, _) in flat.items()}):
-        least, most = min(flat[n][0] for n in group), max(flat[n][0] + flat[n][1].nbytes for n in group)
-        unit = math.gcd(*(x for n in group for x in (flat[n][1].itemsize, flat[n][0] - least)))
+    for group in _sharing(extents):
+        least, most = extents[group[0]][0], max(extents[n][1] for n in group)
+        unit = math.gcd(*(x for n in group for x in (flat[n][0].itemsize, extents[n][0] - least)))
         places = Places((most - least) // unit, written=True, clock=clock)
         for n in group:
-            low, whole, start, inside = flat[n]
-            dense = bool(inside.all())
-            m = made[n] = Memory(n, arguments[n][1], whole, places, start, (low - least) // unit,
-                                 whole.itemsize // unit, None if dense else inside)  # fmt: skip
+            whole, inside, start = flat[n]
+            first, size = (extents[n][0] - least) // unit, whole.itemsize // unit
+            made[n] = Memory(n, arguments[n][1], whole, places, start, first, size, inside)
             if n in outputs:
-                own = np.flatnonzero(inside)
-                places.written[(m.first + own[:, None] * m.size + np.arange(m.size)).reshape(-1)] = False
+                own = first + np.flatnonzero(inside) * size
+                places.written[own[:, None] + np.arange(size)] = False
     return made
 
 
@@ -220,12 +191,10 @@ def _sharing(extents: Mapping[str, tuple[int, int]]) -> list[list[str]]:
     """Names whose bytes overlap, together."""
     groups: list[list[str]] = []
     end = -1
-    for name in sorted(extents, key=lambda n: extents[n]):
-        low, high = extents[name]
-        if groups and low < end:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
+    for name, (low, high) in sorted(extents.items(), key=lambda item: item[1]):
+        if low >= end:
+            groups.append([])
+        groups[-1].append(name)
         end = max(end, high)
     return groups
 

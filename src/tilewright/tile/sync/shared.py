@@ -101,6 +101,8 @@ def _meeting(function: Function) -> set[frozenset[str]]:
                 found.update(frozenset((s.memory, name)) for name in flying - {s.memory})
                 flying.update({s.memory} if isinstance(s, Store) and s.source else ())
             elif isinstance(s, Wait):
+                for name in flying:
+                    uses[name].append((at, path))
                 flying.clear()
             elif isinstance(s, Barrier) and s.scope in enough and loop is None:
                 barriers.append((at, path))
