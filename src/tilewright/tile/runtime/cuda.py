@@ -11,9 +11,8 @@ import hashlib
 import json
 import math
 import re
-import struct
 import sys
-from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_double, c_float, c_int, c_int64, c_uint, c_void_p
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -103,7 +102,7 @@ class Compiled:
 def _field(p: Parameter, packed: bytes, at: int) -> Any:
     """One argument, out of what `pack` made."""
     if is_real(p):
-        return c_float(struct.unpack_from("=d", packed, at)[0])
+        return c_float(c_double.from_buffer_copy(packed, at).value)
     return c_int64.from_buffer_copy(packed, at)
 
 
