@@ -70,15 +70,12 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
         return _loaded[key]
     functions = [lower(p, render.lanes_of(target.features)) for p in programs]
     text, symbols = render.sources(functions, target.features)
-    store = Store()
-    path = store.path(key, lambda place: _build(text, place, target, flags))
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
-    finally:
-        store.release(path)
+    with Store().file(key, lambda place: _build(text, place, target, flags)) as path:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
     return _loaded.setdefault(key, [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)])
 
 

@@ -205,12 +205,9 @@ def _kept(key: str, source: render.Source, arch: str) -> Cubin:
         image = made.pop("image")
         place.write_bytes(json.dumps(made).encode() + b"\n" + image)
 
-    store = Store()
-    path = store.path(key, build)
-    try:
-        facts, _, image = path.read_bytes()[:-DIGEST].partition(b"\n")
-        return Cubin(image=image, **json.loads(facts))
-    except (OSError, ValueError, TypeError) as error:
-        raise CompilerError(f"what was compiled cannot be read again ({error})") from None
-    finally:
-        store.release(path)
+    with Store().file(key, build) as path:
+        try:
+            facts, _, image = path.read_bytes()[:-DIGEST].partition(b"\n")
+            return Cubin(image=image, **json.loads(facts))
+        except (OSError, ValueError, TypeError) as error:
+            raise CompilerError(f"what was compiled cannot be read again ({error})") from None
