@@ -126,9 +126,8 @@ class Reductions(Memory):
 
     def rest(self, node: Node, place: Place) -> Place:
         """The place in a reduction's result."""
-        axis, keep = node.attrs["axis"], node.attrs["keep"]
-        inner = [ZERO if i == axis else p for i, p in enumerate(place)]
-        return tuple(p for i, p in enumerate(inner) if keep or i != axis)
+        axis, kept = node.attrs["axis"], (ZERO,) if node.attrs["keep"] else ()
+        return (*place[:axis], *kept, *place[axis + 1 :])
 
     def sums_across(self, node: Node) -> list[str]:
         """The scratch arrays of a reduction along an outer axis: of a block, of a block of blocks, .., its result."""

@@ -78,15 +78,12 @@ def _places(function: Function) -> list[str]:
 
 
 def _arrays(function: Function, offsets: dict[str, int], apart: int) -> list[str]:
-    out = []
-    if any(a.shared for a in function.arrays):
-        out.append("  extern __shared__ __align__(16) u8 of_block[];")
-        mine = "of_block" if function.instances == 1 else f"of_block + threadIdx.y * {apart}"
-        out.append(f"  u8* const shared = {mine};")
+    """All of them are shared: what a thread has alone is in registers."""
+    if not function.arrays:
+        return []
+    mine = "of_block" if function.instances == 1 else f"of_block + threadIdx.y * {apart}"
+    out = ["  extern __shared__ __align__(16) u8 of_block[];", f"  u8* const shared = {mine};"]
     for a in function.arrays:
         kind = element(a.dtype)
-        if a.shared:
-            out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
-        else:
-            out.append(f"  {kind} {a.name}[{a.elements}];")
+        out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
     return out
