@@ -147,8 +147,8 @@ def _cast(s: Let, source: Type, arg: str) -> str:
     return f"{target}_of_{origin}({arg})"
 
 
-def statements(body: list[Statement], indent: int, where: bool = True) -> list[str]:
-    """A body, one statement a line; the author's line in a comment where it changes."""
+def statements(body: list[Statement], indent: int, where: bool) -> list[str]:
+    """A body, one statement a line; `where`: with the author's line in a comment where it changes."""
     out: list[str] = []
     last = ""
     for s in body:

@@ -38,29 +38,23 @@ def lanes_of(features: Iterable[str]) -> int:
     return 16 if have >= x86.AVX512 else 8 if "avx2" in have else 4
 
 
-def source(function: Function, features: Iterable[str], *, where: bool = True) -> tuple[str, str]:
-    """(C++ source, symbol) of one kernel. See `sources`."""
-    text, symbols = sources([function], features, where=where)
+def source(function: Function, features: Iterable[str]) -> tuple[str, str]:
+    """(C++ source, symbol) of one kernel."""
+    text, symbols = sources([function], features)
     return text, symbols[0]
 
 
-def sources(functions: Sequence[Function], features: Iterable[str], *, where: bool = True) -> tuple[str, list[str]]:
-    """(C++ source, symbols) of several kernels in one file.
-
-    Args:
-        where: name the author's lines in comments.
-    """
-    have, lanes = sorted(features), functions[0].lanes
-    bodies = ["\n".join(statements(f.body, 6, where)) for f in functions]
-    plain = ["\n".join(statements(f.body, 6, False)) for f in functions]
-    records = needed("\n".join(plain), RECORDS, have, lanes)
+def sources(functions: Sequence[Function], features: Iterable[str]) -> tuple[str, list[str]]:
+    """(C++ source, symbols) of several kernels in one file. Comments name the author's lines."""
+    lanes = functions[0].lanes
+    bodies, plain = (["\n".join(statements(f.body, 6, where)) for f in functions] for where in (True, False))
     counts = ", ".join(map(str, range(lanes)))
-    parts = [TYPES.format(lanes=lanes, counts=counts), *(r.text for r in records)]
-    symbols = []
+    head = [TYPES.format(lanes=lanes, counts=counts)]
+    head += [r.text for r in needed("\n".join(plain), RECORDS, sorted(features), lanes)]
+    parts, symbols = list(head), []
     for function, body, code in zip(functions, bodies, plain, strict=True):
         # Comments name lines, which move while the kernel stays the same, and so does its place in the store.
-        told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
-        symbol = symbol_of(function.name, told)
+        symbol = symbol_of(function.name, "".join([*head, repr(function.parameters), repr(function.arrays), code]))
         if symbol not in symbols:
             fields = [f"{_field(p)} {p.name};" for p in function.parameters if p.kind != "builtin"]
             arguments = f"struct Args_{symbol} {{ {' '.join(fields)} }};"

@@ -25,14 +25,13 @@ class Source:
     shared: int
 
 
-def source(function: Function, offsets: dict[str, int], shared: int, *, where: bool = True) -> Source:
-    """The CUDA C++ of a kernel whose barriers are placed.
+def source(function: Function, offsets: dict[str, int], shared: int) -> Source:
+    """The CUDA C++ of a kernel whose barriers are placed. Comments name the author's lines.
 
     Args:
         offsets: where in the instance's shared memory each array lies; in all it has `shared` bytes, which 16 divides.
-        where: name the author's lines in comments.
     """
-    body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
+    body, plain = ("\n".join(statements(function.body, 2, where)) for where in (True, False))
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
     shape = f"{function.threads} {function.instances}"
     told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
