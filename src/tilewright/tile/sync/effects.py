@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tilewright.tile.errors import TileError
 from tilewright.tile.ir.thread_ir import Declare, For, Function, If, Let, Load, Operand, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP, Uniform
 from tilewright.tile.layout.convert import scope
@@ -77,10 +76,8 @@ class Effects:
             return ""
         one, other = a.statement, b.statement
         if one.layout is not None and other.layout is not None:
-            try:
-                found = scope(one.layout, other.layout)
-            except TileError:  # of periods that differ
-                return most
+            same_period = one.layout.extents == other.layout.extents
+            found = scope(one.layout, other.layout) if same_period else most
             return most if found == "block" else found
         return "" if one.memory == other.memory and self._residues.alike(a, b, again) else most
 
@@ -102,8 +99,6 @@ def _memories(function: Function) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number in written}
 
 
-ANY = 1 << 62
-"""As many as there may be."""
 Terms = dict[tuple[str, str], int]
 """A sum: multiples of names, or of 1 (""), each perhaps times a unit, which is another name that never changes."""
 
@@ -114,23 +109,11 @@ class _Residues:
     def __init__(self, function: Function, uniform: Uniform) -> None:
         self.threads, self.uniform = function.threads, uniform
         self.units = {p.name for p in function.parameters if p.kind == "stride"}
-        self.loops: dict[str, For] = {}
-        self.moving: set[str] = set()
+        self.variables = {s.name for s in function.statements() if isinstance(s, Declare)}
+        self.loops = {s.var: s for s in function.statements() if isinstance(s, For)}
+        within = (s for loop in self.loops.values() for s in replace(function, body=loop.body).statements())
+        self.moving = {*self.loops, *(s.name for s in within if isinstance(s, (Let, Load)))}
         """Names that have another value in the next iteration of a loop."""
-        self.variables: set[str] = set()
-        self._scan(function.body, within=False)
-
-    def _scan(self, body: Iterable[Statement], *, within: bool) -> None:
-        for s in body:
-            if isinstance(s, (Let, Load)) and within:
-                self.moving.add(s.name)
-            elif isinstance(s, Declare):
-                self.variables.add(s.name)
-            elif isinstance(s, For):
-                self.loops[s.var] = s
-                self.moving.add(s.var)
-            if isinstance(s, (For, If)):
-                self._scan(s.body, within=within or isinstance(s, For))
 
     def alike(self, a: Access, b: Access, again: bool) -> bool:
         """Whether an element that both touch is touched by one thread: thread t has those at base + t * step, the
@@ -178,48 +161,34 @@ class _Residues:
         for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
             loop = self.loops[name]
             lo, hi, step = _plain(loop.lo), _plain(loop.hi), _plain(loop.step)
-            if reach is None or unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
+            if unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
                 return None
-            reach += (hi - 1) // step * step * times if hi > 0 else ANY
+            reach += (hi - 1) // step * step * times if hi > 0 else math.inf
             worth.append(times * step)
         return worth, fixed
 
-    def _reach(self, access: Access, local: Terms) -> int | None:
-        """How many elements from its base on an access may touch at most; what is added to the base is `local`."""
+    def _reach(self, access: Access, local: Terms) -> float:
+        """How many elements from its base on an access may touch at most; what is added to the base is `local`.
+        Infinitely many where that may be negative."""
         s = access.statement
-        if not isinstance(s.stride, int) or s.stride < 1:
-            return None
-        parts = [None if unit else self._most(name, times) for (unit, name), times in local.items()]
-        if None in parts:
-            return None
-        most = sum(p for p in parts if p is not None)
-        beyond = (s.type.lanes - 1) * s.stride + 1
+        most: float = 0
+        for (unit, name), times in local.items():
+            loop = self.loops.get(name)
+            if not name or name in self.uniform.tid:
+                most += times * (self.threads - 1 if name else 1)
+            elif loop is not None and _plain(loop.lo) >= 0:
+                most += times * (loop.hi - 1 if isinstance(loop.hi, int) else math.inf)
+            else:
+                return math.inf
+            if unit or times < 0:
+                return math.inf
         for compound in access.path:
             test = self.uniform.lets.get(str(compound.condition)) if isinstance(compound, If) else None
             if test is not None and test.op == "lt" and self._terms(test.args[0], 1) == local:
                 size, grain = test.args[1], math.gcd(*local.values())
                 if isinstance(size, int) and size > 0:
                     most = (size - 1) // grain * grain
-                    if s.count is not None and s.stride == 1 and self._left(s.count, local, size):
-                        beyond = size - most
-        return most + beyond
-
-    def _most(self, name: str, times: int) -> int | None:
-        """The most that a term may be; None where it may be negative."""
-        if times < 0:
-            return None
-        if not name or name in self.uniform.tid:
-            return times * (self.threads - 1 if name else 1)
-        loop = self.loops.get(name)
-        if loop is None or _plain(loop.lo) < 0:
-            return None
-        return times * (loop.hi - 1) if isinstance(loop.hi, int) else ANY
-
-    def _left(self, count: Operand, local: Terms, size: int) -> bool:
-        """Whether a count is at most what is left below `size`."""
-        made = self.uniform.lets.get(str(count))
-        rest = self.uniform.lets.get(str(made.args[0])) if made is not None and made.op == "min" else None
-        return rest is not None and rest.op == "sub" and rest.args[0] == size and self._terms(rest.args[1], 1) == local
+        return most + (s.type.lanes - 1) * s.stride + 1 if isinstance(s.stride, int) and s.stride > 0 else math.inf
 
     def _terms(self, operand: Operand, times: int, unit: str = "") -> Terms:
         """`times` an integer."""
