@@ -190,16 +190,19 @@ def _statement(s: Statement, where: bool) -> list[str]:
     return [head, *statements(s.body, 2, where), "}"]
 
 
+def _place(s: Load | Store) -> str:
+    return s.memory if s.index == 0 else f"{s.memory} + {s.index}"
+
+
 def _reached(s: Load | Store) -> tuple[str, list[Operand]]:
     """How a vector is reached: the end of the function's name, and what it is given."""
-    place = s.memory if s.index == 0 else f"{s.memory} + {s.index}"
     if s.scattered:
         return ("_at", [s.memory, s.index]) if s.mask is None else ("_at_where", [s.memory, s.index, s.mask])
     if s.mask is not None:
-        return "_where", [place, s.stride, s.mask]
+        return "_where", [_place(s), s.stride, s.mask]
     if s.count is not None:
-        return "_some", [place, s.count]
-    return ("_every", [place, s.stride]) if s.stride != 1 else ("", [place])
+        return "_some", [_place(s), s.count]
+    return ("_every", [_place(s), s.stride]) if s.stride != 1 else ("", [_place(s)])
 
 
 def _vector(s: Load | Store, end: str) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tilewright.tile.errors import TileError
 from tilewright.tile.ir.thread_ir import Declare, For, Function, If, Let, Load, Operand, Statement, Store
 from tilewright.tile.ir.thread_uniform import WARP, Uniform
 from tilewright.tile.layout.convert import scope
@@ -76,8 +77,10 @@ class Effects:
             return ""
         one, other = a.statement, b.statement
         if one.layout is not None and other.layout is not None:
-            same_period = one.layout.extents == other.layout.extents
-            found = scope(one.layout, other.layout) if same_period else most
+            try:
+                found = scope(one.layout, other.layout)
+            except TileError:  # of periods that differ
+                return most
             return most if found == "block" else found
         return "" if one.memory == other.memory and self._residues.alike(a, b, again) else most
 
