@@ -21,8 +21,8 @@ INFIX = {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "quot": "/", "rem": "%",
 }  # fmt: skip
 CALLS = {
-    "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div",
-    "mod": "floor_mod", "mulhi": "mulhi", "philox": "philox",
+    "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div<{}>",
+    "mod": "floor_mod<{}>", "mulhi": "mulhi", "philox": "philox",
 }  # fmt: skip
 WHOLE = ("", "_some")
 """Ends of the names of functions that may move a vector at once."""
@@ -81,19 +81,6 @@ def expression(s: Let) -> str:
     source = s.operands or s.type
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
-    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
-        value = operand(s.args[0], source)
-        return f"0 < {value}" if s.op == "below" else value
-    if s.op == "splat":
-        value = operand(s.args[0], Type(source.dtype))
-        plain = source.dtype.computes or source.dtype == boolean
-        return f"splat({value})" if plain else f"{c_type(s.type)}{{}} + {value}"
-    if s.op == "iota":
-        return f"PLACES + {operand(s.args[0], Type(int64))}"
-    if s.op == "below":
-        return f"lanes_below({operand(s.args[0], Type(int64))})"
-    if s.op == "fold":
-        return f"fold_{s.mode}({s.args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.op == "select":
         test, a, b = (operand(x, t) for x, t in zip(s.args, (Type(boolean), s.type, s.type), strict=True))
         return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
@@ -102,6 +89,17 @@ def expression(s: Let) -> str:
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
+    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
+        return f"0 < {args[0]}" if s.op == "below" else args[0]
+    if s.op == "splat":
+        plain = source.dtype.computes or source.dtype == boolean
+        return f"splat({args[0]})" if plain else f"{c_type(s.type)}{{}} + {args[0]}"
+    if s.op == "iota":
+        return f"PLACES + {args[0]}"
+    if s.op == "below":
+        return f"lanes_below({args[0]})"
+    if s.op == "fold":
+        return f"fold_{s.mode}({args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.mode == "fast":
         return f"{s.op}_fast({args[0]})"
     if s.op == "cast":
@@ -122,13 +120,10 @@ def expression(s: Let) -> str:
     if s.op in ("max", "min"):
         kind = "of" if not source.dtype.floating or s.mode == "second" else "any" if s.mode == "ignore" else "nan"
         return f"{s.op}_{kind}<{c_type(s.type)}>({', '.join(args)})"
-    if s.op == "neg":
-        return f"-{args[0]}"
-    if s.op == "not":
-        return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
+    if s.op in ("neg", "not"):
+        return ("-" if s.op == "neg" else "~" if s.type.lanes > 1 else "!") + args[0]
     if s.op in CALLS:
-        typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
-        return f"{CALLS[s.op]}{typed}({', '.join(args)})"
+        return f"{CALLS[s.op].format(c_type(s.type))}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 

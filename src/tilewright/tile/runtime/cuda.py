@@ -49,10 +49,6 @@ class Compiled:
     arch: str
     loaded: dict[int, c_void_p]
 
-    @property
-    def block(self) -> tuple[int, int, int]:
-        return self.function.threads, self.function.instances, 1
-
     def blocks(self, grid: tuple[int, int, int]) -> int:
         """How many blocks run a grid of instances.
 
@@ -78,8 +74,8 @@ class Compiled:
         fields = [_field(p, packed, 8 * i) for i, p in enumerate(self.parameters)] + [c_int64(n) for n in grid]
         held = (c_void_p * len(fields))(*map(ctypes.addressof, fields))
         at = current_stream() if stream is None else stream
-        driver.call("cuLaunchKernel", self.entry(driver), c_uint(self.blocks(grid)), c_uint(1), c_uint(1),
-                    *map(c_uint, self.block), c_uint(self.source.shared), c_void_p(at), held, None)  # fmt: skip
+        shape = (self.blocks(grid), 1, 1, self.function.threads, self.function.instances, 1, self.source.shared)
+        driver.call("cuLaunchKernel", self.entry(driver), *map(c_uint, shape), c_void_p(at), held, None)
 
     @property
     def parameters(self) -> list[Parameter]:

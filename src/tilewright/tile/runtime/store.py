@@ -128,10 +128,8 @@ class Store:
             except OSError:
                 continue
             found.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= MOST_BYTES:
-                return
-            if path != keep:
+        total = 0
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > MOST_BYTES and path != keep:
                 path.unlink(missing_ok=True)
-                total -= size
