@@ -247,6 +247,4 @@ def _other(s: Load) -> str:
     if dtype == float32:
         return literal(s.other, dtype)
     bits = dtype.encode(np.asarray(s.other, dtype.values))
-    if dtype.name == "float16":
-        bits = np.asarray(bits).view(np.uint16)
-    return str(int(np.asarray(bits).item()))
+    return str(int((bits.view(np.uint16) if dtype.name == "float16" else bits).item()))

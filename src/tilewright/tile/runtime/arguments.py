@@ -107,8 +107,7 @@ def _element(name: str, itemsize: int, asked: DType | None) -> DType:
 
 def type_of(memory: Memory, *, most: Mapping[int, int] | None = None) -> ViewType:
     """The type of a tensor as an argument: exact sizes, or at most so many for the axes in `most`."""
-    bounded = most or {}
-    sizes = tuple(Most(bounded[i]) if i in bounded else n for i, n in enumerate(memory.sizes))
+    sizes = tuple(Most(most[i]) if most and i in most else n for i, n in enumerate(memory.sizes))
     return ViewType(memory.dtype, sizes, memory.strides[-1] == 1 or memory.shape[-1] == 1, memory.levels)
 
 

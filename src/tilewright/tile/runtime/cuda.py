@@ -138,12 +138,10 @@ class Driver:
 
     def arch(self, device: int = 0) -> str:
         """The architecture of a GPU, as compilers name it."""
-        parts = []
-        for attribute in (MAJOR, MINOR):
-            value = c_int()
+        major, minor = c_int(), c_int()
+        for value, attribute in ((major, MAJOR), (minor, MINOR)):
             self.call("cuDeviceGetAttribute", byref(value), c_int(attribute), c_int(device))
-            parts.append(value.value)
-        return f"sm_{parts[0]}{parts[1]}"
+        return f"sm_{major.value}{minor.value}"
 
 
 def current_stream() -> int:
