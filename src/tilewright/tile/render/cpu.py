@@ -30,6 +30,13 @@ template <class V> using loose = typename loose_of<V>::type;
 constexpr i64 INT64_LEAST = -9223372036854775807ll - 1;
 static const i32v LANES = {{{counts}}};
 static const i64v PLACES = {{{counts}}};"""
+ARENA = """extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);
+struct Arena_{symbol} {{
+  char* p = (char*)aligned_alloc(64, {size});
+  ~Arena_{symbol}() {{ free(p); }}
+}};
+static thread_local Arena_{symbol} arena_{symbol};
+"""
 
 
 def lanes_of(features: Iterable[str]) -> int:
@@ -76,17 +83,7 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
         kind = element(array.dtype)
         places.append(f"      {kind}* const {array.name} = ({kind}*)(scratch + {size});")
         size += -(-array.elements * array.dtype.itemsize // 64) * 64
-    out = []
-    if size:
-        out += [
-            'extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);',
-            f"struct Arena_{symbol} {{",
-            f"  char* p = (char*)aligned_alloc(64, {size});",
-            f"  ~Arena_{symbol}() {{ free(p); }}",
-            "};",
-            f"static thread_local Arena_{symbol} arena_{symbol};",
-            "",
-        ]
+    out = [ARENA.format(symbol=symbol, size=size)] if size else []
     out.append(f'extern "C" void {symbol}(const Args_{symbol}* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
     for p in function.parameters:
         if p.kind == "pointer":

@@ -48,13 +48,15 @@ def memory_of(array: Any, dtype: DType | None = None) -> Memory:
     Raises:
         TileError: its memory is not what its shape, strides and dtype alone say, or no kernel can reach it.
     """
-    if isinstance(array, np.ndarray):
-        return _numpy(array, dtype)
     if isinstance(array, Memory):
         return array
-    if not all(hasattr(array, name) for name in ("data_ptr", "stride", "shape", "dtype")):
+    of_numpy = isinstance(array, np.ndarray)
+    if not of_numpy and not all(hasattr(array, name) for name in ("data_ptr", "stride", "shape", "dtype")):
         raise TileError(f"{type(array).__name__} is no array: takes numpy's, or tensors as torch's")
-    return _tensor(array, dtype)
+    if not array.shape:
+        kind = "an array" if of_numpy else "a tensor"
+        raise TileError(f"{kind} of no axis: pass .item() as a number, or .reshape(1) as a view")
+    return _numpy(array, dtype) if of_numpy else _tensor(array, dtype)
 
 
 def _numpy(array: np.ndarray[Any, Any], dtype: DType | None) -> Memory:
@@ -63,9 +65,7 @@ def _numpy(array: np.ndarray[Any, Any], dtype: DType | None) -> Memory:
     if not array.dtype.isnative:
         raise TileError(f"the byte order of {array.dtype} is not this machine's: .astype({array.dtype.name!r}) has it")
     element = _element(array.dtype.name, array.itemsize, dtype)
-    if array.ndim == 0:
-        raise TileError("an array of no axis: pass .item() as a number, or .reshape(1) as a view")
-    if array.itemsize and any(s % array.itemsize for s in array.strides):
+    if any(s % array.itemsize for s in array.strides):
         raise TileError(f"strides of {array.strides} bytes are no multiple of the element's {array.itemsize} (a field "
                         "of a structured array?): copy it")  # fmt: skip
     strides = tuple(s // array.itemsize for s in array.strides)
@@ -82,8 +82,6 @@ def _tensor(array: Any, dtype: DType | None) -> Memory:
         if getattr(array, bit, bool)():
             raise TileError(f"the memory of a tensor whose {bit}() is set does not hold its values: .{lazy}() does")
     element = _element(str(array.dtype).rpartition(".")[2], array.element_size(), dtype)
-    if not array.shape:
-        raise TileError("a tensor of no axis: pass .item() as a number, or .reshape(1) as a view")
     try:  # a tensor that torch traces with is on the CPU by name, and its storage nowhere
         nowhere = hasattr(array, "untyped_storage") and array.untyped_storage().device.type == "meta"
         address = 0 if nowhere else array.data_ptr()
