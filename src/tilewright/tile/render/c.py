@@ -82,8 +82,7 @@ def expression(s: Let) -> str:
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
     if s.op == "select":
-        test, a, b = (operand(x, t) for x, t in zip(s.args, (Type(boolean), s.type, s.type), strict=True))
-        return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
+        return _select(s)
     if s.op == "shuffle_xor":
         return f"shuffle_xor({s.args[0]}, {s.args[1]})"
     args = [operand(a, source) for a in s.args]
@@ -125,6 +124,15 @@ def expression(s: Let) -> str:
     if s.op in CALLS:
         return f"{CALLS[s.op].format(c_type(s.type))}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
+
+
+_TEST = Type(boolean)
+
+
+def _select(s: Let) -> str:
+    a, b = (operand(x, s.type) for x in s.args[1:])
+    test = operand(s.args[0], _TEST)
+    return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
 
 
 def _cast(s: Let, source: Type, arg: str) -> str:
@@ -210,7 +218,7 @@ def _load(s: Load) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}]"
         if s.mask is not None:
-            text = f"{operand(s.mask, Type(boolean))} ? {text} : {_other(s)}"
+            text = f"{operand(s.mask, _TEST)} ? {text} : {_other(s)}"
         return f"({text}) != 0" if s.type.dtype == boolean else text
     end, given = _reached(s)
     if s.mask is not None:
@@ -223,7 +231,7 @@ def _store(s: Store) -> str:
     value = operand(s.value, s.type)
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}] = {value};"
-        return text if s.mask is None else f"if ({operand(s.mask, Type(boolean))}) {text}"
+        return text if s.mask is None else f"if ({operand(s.mask, _TEST)}) {text}"
     end, given = _reached(s)
     given.insert(1 if end == "_some" else len(given), f"bytes_of_mask({value})" if s.type.dtype == boolean else value)
     typed = f"<{_vector(s, end)}>" if end in WHOLE else ""
