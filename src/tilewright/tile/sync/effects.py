@@ -112,11 +112,13 @@ class _Residues:
     def __init__(self, function: Function, uniform: Uniform) -> None:
         self.threads, self.uniform = function.threads, uniform
         self.units = {p.name for p in function.parameters if p.kind == "stride"}
-        self.variables = {s.name for s in function.statements() if isinstance(s, Declare)}
         self.loops = {s.var: s for s in function.statements() if isinstance(s, For)}
         within = (s for loop in self.loops.values() for s in replace(function, body=loop.body).statements())
-        self.moving = {*self.loops, *(s.name for s in within if isinstance(s, (Let, Load)))}
-        """Names that have another value in the next iteration of a loop."""
+        moving = {*self.loops, *(s.name for s in within if isinstance(s, (Let, Load)))}
+        varying = {s.name for s in function.statements() if isinstance(s, Declare)}
+        varying |= {name for name, bits in uniform.names.items() if bits} - uniform.tid
+        self.varying = {False: varying, True: varying | moving}
+        """Names that differ from thread to thread, and those too that do in another iteration of a loop."""
 
     def alike(self, a: Access, b: Access, again: bool) -> bool:
         """Whether an element that both touch is touched by one thread: thread t has those at base + t * step, the
@@ -135,19 +137,14 @@ class _Residues:
         if step < 1 or not (dense or lanes == 1):
             return False
         common = {c.var for c in a.path if isinstance(c, For) and any(c is d for d in b.path)}
-        dealt = _Dealt(unit, self.threads * step, set() if again else common, again)
+        dealt = _Dealt(unit, self.threads * step, set() if again else common, self.varying[again])
         rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, dealt)} for t in terms]
         inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
         left = [self._modulo(t, dealt) for t in inner]
-        if left[0] != left[1] or any(self._varies(name, dealt) for _, name in left[0]):
+        if left[0] != left[1] or any(name in dealt.varying for _, name in left[0]):
             return False
         digits = [self._digits(x, r, t, dealt) for x, r, t in zip((a, b), rows, inner, strict=True)]
         return not any(rows) or (digits[0] is not None and digits[0] == digits[1])
-
-    def _varies(self, name: str, dealt: _Dealt) -> bool:
-        if name in self.uniform.tid:
-            return False
-        return name in self.variables or self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
 
     def _counts_rows(self, key: tuple[str, str], times: int, dealt: _Dealt) -> bool:
         loop = self.loops.get(key[1])
@@ -157,8 +154,8 @@ class _Residues:
 
     def _digits(self, access: Access, rows: Terms, inner: Terms, dealt: _Dealt) -> tuple[list[int], Terms] | None:
         """What each row counter is worth, if what it counts is too small to reach the next; and what never changes."""
-        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and k[1] not in self.loops
-                 and not self._varies(k[1], dealt)}  # fmt: skip
+        other = {"", *self.uniform.tid, *self.loops, *dealt.varying}
+        fixed = {key: times for key, times in inner.items() if key[1] not in other}
         reach = self._reach(access, {k: n for k, n in inner.items() if k not in fixed})
         worth = []
         for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
@@ -230,12 +227,13 @@ class _Residues:
 
 @dataclass(frozen=True)
 class _Dealt:
-    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were."""
+    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were;
+    `varying`: names that may be something else."""
 
     unit: str
     period: int
     steady: set[str]
-    again: bool
+    varying: set[str]
 
 
 def _plain(operand: Operand) -> int:
