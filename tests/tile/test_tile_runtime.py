@@ -164,13 +164,18 @@ def writes(data: bytes) -> Any:
     return lambda place: place.write_bytes(data) and None
 
 
+def kept(where: Path, data: bytes, key: str = "key") -> Path:
+    with store.Store(where).file(key, writes(data)) as path:
+        return path
+
+
 @pytest.mark.parametrize("mode", [None, 0o755, 0o777, 0o1777])
 def test_the_folder_of_kernels_is_closed_to_others(tmp_path: Path, mode: int | None) -> None:
     where = tmp_path / "cache" / "tile"
     if mode is not None:
         where.mkdir(parents=True)
         where.chmod(mode)
-    store.Store(where).path("key", writes(b"code"))
+    kept(where, b"code")
     assert mode_of(where) == 0o700
     assert mode is not None or mode_of(where.parent) == 0o700
 
@@ -178,26 +183,23 @@ def test_the_folder_of_kernels_is_closed_to_others(tmp_path: Path, mode: int | N
 def test_a_folder_of_somebody_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = store.Store(tmp_path).path("key", writes(b"code"))
-    path.write_bytes(path.read_bytes())
+    kept(tmp_path, b"code")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(store, "_closed", store._closed.__wrapped__)
     tmp_path.chmod(0o770)
-    kept = store.Store(tmp_path)
-    made = kept.path("key", writes(b"other code"))
-    assert made.parent != tmp_path and made.read_bytes().startswith(b"other code")
+    with store.Store(tmp_path).file("key", writes(b"other code")) as made:
+        assert made.parent != tmp_path and made.read_bytes().startswith(b"other code")
     assert "belongs to user" in caplog.text
-    kept.release(made)
     assert not made.parent.exists()
 
 
 def test_a_file_that_somebody_else_put_there_is_a_miss(tmp_path: Path) -> None:
-    kept = store.Store(tmp_path / "mine")
-    path = kept.path("key", writes(b"code"))
+    path = kept(tmp_path / "mine", b"code")
     real = tmp_path / "theirs.so"
     path.rename(real)
     path.symlink_to(real)
-    assert kept.path("key", writes(b"again")).read_bytes().startswith(b"again") and not path.is_symlink()
+    again = kept(tmp_path / "mine", b"again")
+    assert again.read_bytes().startswith(b"again") and again == path and not path.is_symlink()
 
 
 def test_a_compiler_that_writes_nothing_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,16 +243,14 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    store.Store(tmp_path).path("key", writes(b"code"))
+    kept(tmp_path, b"code")
     assert not old.exists() and young.exists()
 
 
 def test_the_store_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_BYTES", 3000)
-    kept = store.Store(tmp_path)
     for i in range(6):
-        path = kept.path(f"key{i}", lambda place: place.write_bytes(b"x" * 1000) and None)
-        os.utime(path, (i, i))
+        os.utime(kept(tmp_path, b"x" * 1000, f"key{i}"), (i, i))
     assert sorted(p.stem for p in tmp_path.glob("*.so")) == ["key4", "key5"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tilewright.tile.cost import H200, estimate
@@ -78,9 +78,8 @@ def explained(
     function = lower(program, lanes)
     out = _about(program, str(target))
     out.append(f"vectors       {lanes} lanes of float32")
-    out += _phases(program, plan)
-    for node, phase in plan.scratch.items():
-        out.append(f"scratch       {_value(node)}, kept by a loop over {shape_text(phase.space)}")
+    out += _phases(plan, program.body)
+    out += [f"scratch       {_value(n)}, kept by a loop over {shape_text(p.space)}" for n, p in plan.scratch.items()]
     total = sum(a.elements * a.dtype.itemsize for a in function.arrays)
     out.append(f"scratch size  at most {total} bytes a thread")
     out += _slow_accesses(function)
@@ -103,33 +102,43 @@ def _about(program: Program, target: str) -> list[str]:
 
 
 def _slow_accesses(function: Function) -> list[str]:
-    accesses = [s for s in function.statements() if isinstance(s, (Load, Store)) and s.type.lanes > 1]
-    out = []
-    for word, slow in (("scattered", [s for s in accesses if s.scattered]),
-                       ("strided", [s for s in accesses if s.stride != 1 and not s.scattered])):  # fmt: skip
-        places = sorted({f"{s.memory.removeprefix('p_')} ({s.line})" for s in slow if s.line is not None})
-        out += [f"{word:13} {', '.join(places)}: element by element"] if places else []
-    return out
+    places: dict[str, set[str]] = {"scattered": set(), "strided": set()}
+    for s in _accesses(function):
+        if s.type.lanes > 1 and (s.scattered or s.stride != 1):
+            places["scattered" if s.scattered else "strided"].add(_place(s))
+    return [f"{word:13} {', '.join(sorted(at))}: element by element" for word, at in places.items() if at]
+
+
+def _accesses(function: Function) -> list[Load | Store]:
+    """Those that an author wrote."""
+    return [s for s in function.statements() if isinstance(s, (Load, Store)) and s.line is not None]
+
+
+def _place(s: Load | Store) -> str:
+    memory = s.source if isinstance(s, Store) and s.source else s.memory
+    return f"{memory.removeprefix('p_')} ({s.line})"
+
+
+def _access(s: Load | Store) -> str:
+    """What an access of vectors does."""
+    copied = isinstance(s, Store) and s.source
+    word = "copy" if copied else "load" if isinstance(s, Load) else "store"
+    how = ", to shared memory while the thread goes on" if copied else ""
+    return f"{word} {_place(s)}: {s.align} bytes at once{how}"
 
 
 def _on_gpu(program: Program, plan: Plan, arch: str, schedule: Schedule) -> list[str]:
     function, source = cuda.text_of(program, schedule)
     beside = f", {schedule.instances} instances a block" if schedule.instances > 1 else ""
     out = [f"threads       {schedule.threads} an instance{beside}, vectors of {schedule.vector} elements"]
-    out += _phases(program, plan)
-    widths: dict[str, None] = {}
-    for s in function.statements():
-        if isinstance(s, (Load, Store)) and s.align and s.line is not None:
-            place = f"{'load' if isinstance(s, Load) else 'store'} {s.memory.removeprefix('p_')} ({s.line})"
-            widths[f"access        {place}: {s.align} bytes at once"] = None
-    out += [*widths, *_slow_accesses(function)]
-    arrays = [a.name for a in function.arrays if a.shared]
-    for node in plan.scratch:
-        out.append(f"waits         {_value(node)}")
+    out += _phases(plan, program.body)
+    wide = (_access(s) for s in _accesses(function) if s.align)
+    out += [*(f"access        {said}" for said in dict.fromkeys(wide)), *_slow_accesses(function)]
+    out += [f"waits         {_value(node)}" for node in plan.scratch]
     held = [s for s in function.statements() if isinstance(s, Declare) and s.count and not s.name.startswith("acc")]
     words = sum(s.count * s.type.lanes * max(4, s.type.dtype.itemsize) // 4 for s in held)
     out += [f"waits in      {len(held)} of them in {words} registers a thread"] if held else []
-    out.append(f"shared        {source.shared} bytes a block, in {len(arrays)} arrays")
+    out.append(f"shared        {source.shared} bytes a block, in {len(function.arrays)} arrays")
     barriers = Counter((s.scope, _parted(s.why)) for s in function.statements() if isinstance(s, Barrier))
     out += [f"barrier       {scope}, {count} x {why}" for (scope, why), count in sorted(barriers.items())]
     if why := nvrtc.missing():
@@ -171,29 +180,24 @@ def _parted(why: str) -> str:
     return f"{name[2:] if name.startswith('p_') else own}: {rest}"
 
 
-def _phases(program: Program, plan: Plan) -> list[str]:
-    out: list[str] = []
-
-    def region(one: Region, depth: int) -> None:
-        for segment in plan.segments[one]:
-            for _, phases in phases_in_order(segment):
-                for phase in phases:
-                    did = ", ".join(_effect(n) for n in phase.items) or "keeps what is needed later"
-                    out.append(f"loop          {'  ' * depth}over {shape_text(phase.space)}: {did}")
-            if segment.control is not None:
-                out.append(f"{segment.control.op:13} {'  ' * depth}({segment.control.line})")
-                region(segment.control.attrs["body"], depth + 1)
-
-    region(program.body, 0)
-    return out
+def _phases(plan: Plan, region: Region, depth: int = 0) -> Iterator[str]:
+    for segment in plan.segments[region]:
+        for phase in (p for _, phases in phases_in_order(segment) for p in phases):
+            did = ", ".join(_effect(n) for n in phase.items) or "keeps what is needed later"
+            order = f" by axes {', '.join(map(str, phase.order))}" if phase.order else ""
+            yield f"loop          {'  ' * depth}over {shape_text(phase.space)}{order}: {did}"
+        if segment.control is not None:
+            yield f"{segment.control.op:13} {'  ' * depth}({segment.control.line})"
+            yield from _phases(plan, segment.control.attrs["body"], depth + 1)
 
 
 def _effect(node: Node) -> str:
     if folds(node):
         return f"{node.attrs['combine']} ({node.line})"
-    return f"{node.op} {node.attrs.get('view') or node.attrs.get('text') or 'cell'} ({node.line})"
+    name = next((node.attrs[k] for k in ("view", "text", "scope") if k in node.attrs), "cell")
+    return f"{node.op} {name} ({node.line})"
 
 
 def _value(node: Node) -> str:
-    kind = node.attrs.get("kind") or node.attrs.get("view") or ""
+    kind = node.attrs.get("kind") or node.attrs.get("view") or node.attrs.get("scope") or ""
     return f"{node.op} {kind} {node.dtype}{shape_text(node.shape)} ({node.line})".replace("  ", " ")

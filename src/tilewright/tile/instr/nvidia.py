@@ -52,6 +52,7 @@ fn i64v places() {{ i64v r; EACH r[l] = l; return r; }}
 _BINARY = """template <class E> fn {of} operator{op}(Vec<E> a, Vec<E> b) {{ {of} r; EACH r[l] = {value}; return r; }}
 template <class E> fn {of} operator{op}(Vec<E> a, only<E> b) {{ return a {op} every<E>(b); }}
 template <class E> fn {of} operator{op}(only<E> a, Vec<E> b) {{ return every<E>(a) {op} b; }}"""
+_INFIX = ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!=")
 
 
 def _operator(op: str) -> str:
@@ -61,13 +62,9 @@ def _operator(op: str) -> str:
     return _BINARY.format(op=op, of="Vec<E>", value=value)
 
 
-_INFIX = ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "<", "<=", ">", ">=", "==", "!=")
-OPERATORS = "\n".join(map(_operator, _INFIX))
-
-
 def types(lanes: int) -> str:
     """What every source starts with."""
-    return TYPES.format(lanes=lanes, operators=OPERATORS)
+    return TYPES.format(lanes=lanes, operators="\n".join(map(_operator, _INFIX)))
 
 
 def _each(name: str, arguments: str, value: str) -> Record:
@@ -81,10 +78,8 @@ def _each(name: str, arguments: str, value: str) -> Record:
 
 def _lanes(name: str, of: str, to: str, scalar: str, vector: str = "") -> Record:
     """A scalar function of another type, and its vector."""
-    body = vector or f"{to}v r; EACH r[l] = {name}(x[l]); return r;"
-    source = "i32v" if of == "bool" else f"{of}v"
-    if of == "bool" and not vector:
-        body = f"{to}v r; EACH r[l] = {name}(x[l] != 0); return r;"
+    source, lane = ("i32v", "x[l] != 0") if of == "bool" else (f"{of}v", "x[l]")
+    body = vector or f"{to}v r; EACH r[l] = {name}({lane}); return r;"
     return Record(name, f"fn {to} {name}({of} x) {{ {scalar} }}\nfn {to}v {name}({source} x) {{ {body} }}")
 
 
@@ -107,11 +102,8 @@ FAST = (
 )  # fmt: skip
 
 ARITHMETIC = (
-    Record("splat", """fn f32v splat(f32 x) { return every(x); }
-fn i32v splat(i32 x) { return every(x); }
-fn u32v splat(u32 x) { return every(x); }
-fn i64v splat(i64 x) { return every(x); }
-fn i32v splat(bool x) { return every(-(i32)x); }"""),
+    Record("splat", "\n".join([*(f"fn {t}v splat({t} x) {{ return every(x); }}" for t in ("f32", "i32", "u32", "i64")),
+                               "fn i32v splat(bool x) { return every(-(i32)x); }"])),
     Record("fma_of", """fn f32 fma_of(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
 fn f32v fma_of(f32v a, f32v b, f32v c) { EACH a[l] = __fmaf_rn(a[l], b[l], c[l]); return a; }"""),
     _each("sqrt_of", "a", "return __fsqrt_rn(a);"),
@@ -134,7 +126,6 @@ template <class T> fn T abs_of(T a) {
     Record("shift_right", """template <class T, class E> fn T shift_right(T a, T by) {
   return each([](E x, E n) {
     return n >= 0 && n < (E)(8 * sizeof(E)) ? (E)(x >> n) : (E)(x < 0 ? -1 : 0); }, a, by); }"""),
-    _each("mulhi", "a b", "return __umulhi(a, b);"),
     Record("mask_of", "fn i32v mask_of(i32v m) { return m; }"),
     Record("select_of", """template <class V> fn V select_of(i32v m, V a, V b) {
   EACH a[l] = m[l] ? a[l] : b[l]; return a; }"""),
@@ -207,8 +198,7 @@ def _of_float(target: str, nearest: bool) -> Record:
 
 CASTS = (
     *(_lanes(f"{a}_of_{b}", SCALARS[b], SCALARS[a], f"return ({SCALARS[a]})x;")
-      for a in (*INTEGERS, "float32") for b in INTEGERS if a != b),
-    *(_lanes(f"{a}_of_bool", "bool", SCALARS[a], f"return ({SCALARS[a]})x;") for a in (*INTEGERS, "float32")),
+      for a in (*INTEGERS, "float32") for b in (*INTEGERS, "bool") if a != b),
     *(_of_float(a, nearest) for a in INTEGERS for nearest in (True, False)),
 )  # fmt: skip
 

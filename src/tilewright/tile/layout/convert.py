@@ -22,14 +22,10 @@ def scope(source: Layout, target: Layout) -> str:
     if source.axes != target.axes:
         raise TileError(f"a tile of {source.axes} does not become one of {target.axes}")
     lanes, warps = _moves(source.lane, target.lane), _moves(source.warp, target.warp)
-    if _reach(source.reg, (*target.reg, *lanes, *warps)):
+    mine, warp = Span(source.reg), Span(source.reg + source.lane)
+    if all(move in mine for move in (*target.reg, *lanes, *warps)):
         return ""
-    return "warp" if _reach(source.reg + source.lane, (*target.reg, *target.lane, *warps)) else "block"
-
-
-def _reach(columns: Sequence[int], moves: Sequence[int]) -> bool:
-    span = Span(columns)
-    return all(m in span for m in moves)
+    return "warp" if all(move in warp for move in (*target.reg, *target.lane, *warps)) else "block"
 
 
 def _moves(a: Sequence[int], b: Sequence[int]) -> list[int]:

@@ -7,9 +7,11 @@ Extents are powers of two, so places and coordinates are bit strings; bit i of t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,14 +73,8 @@ class Layout:
 
     def at(self, reg: int = 0, lane: int = 0, warp: int = 0) -> int:
         """The flat element of a place."""
-        return combined(self.reg, reg) ^ combined(self.lane, lane) ^ combined(self.warp, warp)
-
-    def coordinate(self, flat: int) -> tuple[int, ...]:
-        found = []
-        for extent in reversed(self.extents):
-            flat, value = divmod(flat, extent)
-            found.append(value)
-        return tuple(reversed(found))
+        number = reg | lane << len(self.reg) | warp << len(self.reg + self.lane)
+        return functools.reduce(operator.xor, (c for i, c in enumerate(self.columns) if number >> i & 1), 0)
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -101,20 +97,10 @@ class Layout:
         return found
 
 
-def combined(columns: Sequence[int], number: int) -> int:
-    """The XOR of the columns whose bits are set."""
-    total = 0
-    for i, column in enumerate(columns):
-        total ^= column if number >> i & 1 else 0
-    return total
-
-
 def blocked(axes: Mapping[str, int], vector: int, lanes: int, warps: int) -> Layout:
     """The usual layout of a row-major tile: neighbours of the last axis in registers, then lanes, then warps, then more
     registers. Lanes and warps beyond the tile hold copies."""
     size = math.prod(axes.values())
-    counts = [vector.bit_length() - 1, lanes.bit_length() - 1, warps.bit_length() - 1]
     steps = iter([1 << i for i in range(size.bit_length() - 1)])
-    reg, lane, warp = ([next(steps, 0) for _ in range(n)] for n in counts)
-    reg = [c for c in reg if c] + list(steps)
-    return Layout(tuple(reg), tuple(lane), tuple(warp), tuple(axes.items()))
+    reg, lane, warp = ([next(steps, 0) for _ in range(n.bit_length() - 1)] for n in (vector, lanes, warps))
+    return Layout((*filter(None, reg), *steps), tuple(lane), tuple(warp), tuple(axes.items()))

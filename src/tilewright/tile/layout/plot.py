@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from html import escape
 
+import numpy as np
+
 from tilewright.tile.layout.linear import Layout
 
 CELL, LEFT, TOP = (34, 24), 56, 46
@@ -49,7 +51,7 @@ def svg(layout: Layout, title: str = "") -> str:
 
 
 def _index(layout: Layout, flat: int) -> str:
-    return f"[{', '.join(map(str, layout.coordinate(flat)))}]"
+    return f"[{', '.join(map(str, np.unravel_index(flat, layout.extents)))}]"
 
 
 def _colour(lane: float, warp: float) -> str:

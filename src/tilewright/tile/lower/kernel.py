@@ -133,8 +133,8 @@ class Lowering(Reductions):
         def around(place: Place, chunks: Callable[[], None]) -> None:
             self.accumulators = {n: self.accumulator(n, unroll) for n in inner}
             chunks()
-            for acc in self.accumulators.values():
-                self.folded(acc, unroll, place)
+            for node in self.accumulators:
+                self.folded(node, unroll, place)
             self.accumulators = {}
 
         self.loops(space, along, unroll, body, around)
@@ -167,7 +167,7 @@ class Lowering(Reductions):
             self.store(item, self.place_of(item, place))
         elif folds(item):
             if item in self.accumulators:
-                self.accumulate(self.accumulators[item], place, register)
+                self.accumulate(item, place, register)
             else:
                 self.across(item, place)
         elif item.op in ("var", "set"):

@@ -104,6 +104,4 @@ def _horner(b: Builder, coefficients: Sequence[float], x: Any) -> Any:
     return y
 
 
-FUNCTIONS = {
-    "exp": exp, "exp2": exp2, "log": log, "rint": rint, "rsqrt": rsqrt, "reciprocal": reciprocal, "sigmoid": sigmoid,
-}  # fmt: skip
+FUNCTIONS = {f.__name__: f for f in (exp, exp2, log, rint, rsqrt, reciprocal, sigmoid)}

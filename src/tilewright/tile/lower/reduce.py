@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tilewright.tile.analysis.places import is_scalar
 from tilewright.tile.dtypes import boolean, int64
@@ -27,15 +26,6 @@ BLOCK = 16
 error grows with the logarithm of the row. Equal terms, all rounded one way, lost 200 ulp in 131072 without."""
 
 
-@dataclass(frozen=True)
-class Accumulator:
-    """The registers that one reduction of a phase uses."""
-
-    node: Node
-    name: str
-    type: Type
-
-
 def blocked(node: Node) -> bool:
     """Whether a reduction is taken in blocks: the others round nothing, or lose no more in a long row."""
     return bool(node.attrs["combine"] == "sum" and node.dtype.floating)
@@ -46,34 +36,31 @@ def operation(combine: str) -> str:
 
 
 class Reductions(Memory):
-    """An emitter that folds. `accumulators`: those of the loop nest that is open."""
+    """An emitter that folds. `accumulators`: the registers of each reduction of the loop nest that is open."""
 
     unroll = UNROLL
 
     def __init__(self, program: Program, plan: Plan, lanes: int) -> None:
         super().__init__(program, plan, lanes)
-        self.accumulators: dict[Node, Accumulator] = {}
+        self.accumulators: dict[Node, str] = {}
 
-    def accumulator(self, node: Node, unroll: int) -> Accumulator:
+    def accumulator(self, node: Node, unroll: int) -> str:
         """Registers for a reduction along the vector axis, declared in the open block."""
-        dtype = node.dtype
-        made = Accumulator(node, self.fresh("acc"), Type(dtype, self.lanes))
-        start = identity(node.attrs["combine"], dtype)
-        self.put(self.depth, Declare(made.name, made.type, start, unroll))
-        return made
+        name, type = self.fresh("acc"), Type(node.dtype, self.lanes)
+        self.put(self.depth, Declare(name, type, identity(node.attrs["combine"], node.dtype), unroll))
+        return name
 
-    def accumulate(self, acc: Accumulator, place: Place, register: Operand) -> None:
+    def accumulate(self, node: Node, place: Place, register: Operand) -> None:
         """Fold one chunk in; lanes that are no elements count as the identity."""
-        inner = self.depth
-        node, type = acc.node, acc.type
-        combine = node.attrs["combine"]
+        inner, type = self.depth, Type(node.dtype, self.lanes)
+        name, combine = self.accumulators[node], node.attrs["combine"]
         found = self.as_vector(self.emit(node.args[0], place))
         if self.tail is not None:
             none = identity(combine, node.dtype)
             found = self.let(inner, type, "select", self.elements(), found, none, operands=type)
-        old = self.register(inner, type, acc.name, register)
+        old = self.register(inner, type, name, register)
         made = self.let(inner, type, operation(combine), old, found, operands=type, line=node.line)
-        self.put(inner, Assign(acc.name, type, made, register))
+        self.put(inner, Assign(name, type, made, register))
 
     def levels(self, rounds: int) -> int:
         """In how many levels of blocks a loop of so many rounds sums."""
@@ -86,16 +73,16 @@ class Reductions(Memory):
     def block_of_sums(self, unroll: int) -> Iterator[None]:
         """Registers of their own for what is summed inside, added to the outer ones at the end."""
         outer = self.accumulators
-        self.accumulators = {n: self.accumulator(n, unroll) if blocked(n) else a for n, a in outer.items()}
+        self.accumulators = {n: self.accumulator(n, unroll) if blocked(n) else name for n, name in outer.items()}
         yield
         register = self.fresh("q")
         with self.under(For, register, 0, unroll, 1, unroll=True):
             for node, total in outer.items():
                 if blocked(node):
-                    old = self.register(self.depth, total.type, total.name, register)
-                    part = self.register(self.depth, total.type, self.accumulators[node].name, register)
-                    both = self.let(self.depth, total.type, "add", old, part, operands=total.type, line=node.line)
-                    self.put(self.depth, Assign(total.name, total.type, both, register))
+                    inner, type = self.depth, Type(node.dtype, self.lanes)
+                    old, part = (self.register(inner, type, n, register) for n in (total, self.accumulators[node]))
+                    both = self.let(inner, type, "add", old, part, operands=type, line=node.line)
+                    self.put(inner, Assign(total, type, both, register))
         self.accumulators = outer
 
     def register(self, depth: int, type: Type, array: str, number: Operand) -> str:
@@ -104,32 +91,30 @@ class Reductions(Memory):
         self.put(depth, Let(name, type, "element", (array, number)))
         return name
 
-    def folded(self, acc: Accumulator, unroll: int, place: Place) -> None:
+    def folded(self, node: Node, unroll: int, place: Place) -> None:
         """The result of a reduction along the vector axis: a scalar, or one element of a scratch array."""
-        inner = self.depth
-        node, type = acc.node, acc.type
+        inner, type = self.depth, Type(node.dtype, self.lanes)
         op = operation(node.attrs["combine"])
-        parts = [self.register(inner, type, acc.name, i) for i in range(unroll)]
+        parts = [self.register(inner, type, self.accumulators[node], i) for i in range(unroll)]
         while len(parts) > 1:
             halves = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
             parts = [self.let(inner, type, op, a, b, operands=type) for a, b in halves]
         scalar = Type(node.dtype)
         total = self.let(inner, scalar, "fold", parts[0], operands=type, mode=node.attrs["combine"], line=node.line)
-        total = self.across_threads(acc, total)
+        total = self.across_threads(node, total)
         if is_scalar(node.shape):
             self.results[node] = Value(total, scalar, inner)
         else:
             self.keep(self.results[node], node.dtype, node.shape, Value(total, scalar, inner), self.rest(node, place))
 
-    def across_threads(self, acc: Accumulator, total: str) -> str:
+    def across_threads(self, node: Node, total: str) -> str:
         """The fold of what each thread has: here there is one thread."""
         return total
 
     def rest(self, node: Node, place: Place) -> Place:
         """The place in a reduction's result."""
-        axis, keep = node.attrs["axis"], node.attrs["keep"]
-        inner = [ZERO if i == axis else p for i, p in enumerate(place)]
-        return tuple(p for i, p in enumerate(inner) if keep or i != axis)
+        axis, kept = node.attrs["axis"], (ZERO,) if node.attrs["keep"] else ()
+        return (*place[:axis], *kept, *place[axis + 1 :])
 
     def sums_across(self, node: Node) -> list[str]:
         """The scratch arrays of a reduction along an outer axis: of a block, of a block of blocks, .., its result."""

@@ -35,7 +35,7 @@ from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
 from tilewright.tile.lower.phases import Phase, Plan, cone, folds
-from tilewright.tile.lower.reduce import Accumulator, operation
+from tilewright.tile.lower.reduce import operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
 ROUNDS = 8
@@ -264,26 +264,26 @@ class Threads(Lowering):
 
     # Folds ----------------------------------------------------------------------------------------------------------
 
-    def across_threads(self, acc: Accumulator, total: str) -> str:
+    def across_threads(self, node: Node, total: str) -> str:
         """Fold over the lanes of a warp, then over warps by a shared array. Every thread has the result."""
-        depth, type = self.depth, Type(acc.node.dtype)
-        total = self._butterfly(acc, total, WARP)
+        depth, type = self.depth, Type(node.dtype)
+        total = self._butterfly(node, total, WARP)
         warps = self.schedule.threads // WARP
         if warps == 1:
             return total
         array = self.fresh("w")
-        self.function.arrays.append(Array(array, acc.node.dtype, warps, shared=True))
+        self.function.arrays.append(Array(array, node.dtype, warps, shared=True))
         lane = self.let(0, COUNT, "and", self.tid, WARP - 1)
         first = self.let(0, TEST, "eq", lane, 0, operands=COUNT)
         warp = self.let(0, COUNT, "shr", self.tid, WARP.bit_length() - 1)
         self.put(depth, If(first, [Store(array, type, warp, total)]))
         mine, part = self.let(0, COUNT, "and", self.tid, warps - 1), self.fresh()
         self.put(depth, Load(part, type, array, mine))
-        return self._butterfly(acc, part, warps)
+        return self._butterfly(node, part, warps)
 
-    def _butterfly(self, acc: Accumulator, total: str, count: int) -> str:
-        depth, type = self.depth, Type(acc.node.dtype)
-        op = operation(acc.node.attrs["combine"])
+    def _butterfly(self, node: Node, total: str, count: int) -> str:
+        depth, type = self.depth, Type(node.dtype)
+        op = operation(node.attrs["combine"])
         mask = 1
         while mask < count:
             pair = [total, self.let(depth, type, "shuffle_xor", total, mask)]
@@ -291,7 +291,7 @@ class Threads(Lowering):
                 bit = self.let(0, COUNT, "and", self.tid, mask)
                 lower = self.let(0, TEST, "eq", bit, 0, operands=COUNT)
                 pair = [self.let(depth, type, "select", lower, *p, operands=type) for p in (pair, pair[::-1])]
-            total = self.let(depth, type, op, *pair, operands=type, line=acc.node.line)
+            total = self.let(depth, type, op, *pair, operands=type, line=node.line)
             mask *= 2
         return total
 

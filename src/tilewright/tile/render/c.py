@@ -34,9 +34,11 @@ INFIX = {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "quot": "/", "rem": "%",
 }  # fmt: skip
 CALLS = {
-    "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div",
-    "mod": "floor_mod", "mulhi": "mulhi", "philox": "philox",
+    "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div<{}>",
+    "mod": "floor_mod<{}>", "philox": "philox",
 }  # fmt: skip
+WHOLE = ("", "_some")
+"""Ends of the names of functions that may move a vector at once."""
 
 
 def symbol_of(name: str, text: str) -> str:
@@ -92,19 +94,6 @@ def expression(s: Let) -> str:
     source = s.operands or s.type
     if s.op == "element":
         return f"{s.args[0]}[{s.args[1]}]"
-    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
-        value = operand(s.args[0], source)
-        return f"0 < {value}" if s.op == "below" else value
-    if s.op == "splat":
-        value = operand(s.args[0], Type(source.dtype))
-        plain = source.dtype.computes or source.dtype == boolean
-        return f"splat({value})" if plain else f"{c_type(s.type)}{{}} + {value}"
-    if s.op == "iota":
-        return f"PLACES + {operand(s.args[0], Type(int64))}"
-    if s.op == "below":
-        return f"lanes_below({operand(s.args[0], Type(int64))})"
-    if s.op == "fold":
-        return f"fold_{s.mode}({s.args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.op == "select":
         return _select(s)
     if s.op == "shuffle_xor":
@@ -112,6 +101,17 @@ def expression(s: Let) -> str:
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
+    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
+        return f"0 < {args[0]}" if s.op == "below" else args[0]
+    if s.op == "splat":
+        plain = source.dtype.computes or source.dtype == boolean
+        return f"splat({args[0]})" if plain else f"{c_type(s.type)}{{}} + {args[0]}"
+    if s.op == "iota":
+        return f"PLACES + {args[0]}"
+    if s.op == "below":
+        return f"lanes_below({args[0]})"
+    if s.op == "fold":
+        return f"fold_{s.mode}({args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.mode == "fast":
         return f"{s.op}_fast({args[0]})"
     if s.op == "cast":
@@ -132,13 +132,10 @@ def expression(s: Let) -> str:
     if s.op in ("max", "min"):
         kind = "of" if not source.dtype.floating or s.mode == "second" else "any" if s.mode == "ignore" else "nan"
         return f"{s.op}_{kind}<{c_type(s.type)}>({', '.join(args)})"
-    if s.op == "neg":
-        return f"-{args[0]}"
-    if s.op == "not":
-        return f"~{args[0]}" if s.type.lanes > 1 else f"!{args[0]}"
+    if s.op in ("neg", "not"):
+        return ("-" if s.op == "neg" else "~" if s.type.lanes > 1 else "!") + args[0]
     if s.op in CALLS:
-        typed = f"<{c_type(s.type)}>" if s.op in ("floordiv", "mod") else ""
-        return f"{CALLS[s.op]}{typed}({', '.join(args)})"
+        return f"{CALLS[s.op].format(c_type(s.type))}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 
@@ -157,20 +154,19 @@ def _cast(s: Let, source: Type, arg: str) -> str:
     target, origin = s.type.dtype, source.dtype
     if origin == float32 and target.integer:
         return f"{target}_of_float32_{'nearest' if 'nearest' in s.mode else 'zero'}({arg})"
-    if origin == float32 and target.floating and "saturate" in s.mode and target.name != "float8_e4m3fn":
-        most = f"{target.largest.hex()}f"
-        wide = c_type(source)
-        low, high = (f"splat(-{most})", f"splat({most})") if source.lanes > 1 else (f"-{most}", most)
-        arg = f"min_nan<{wide}>(max_nan<{wide}>({arg}, {low}), {high})"
-    elif origin.integer and target.integer and "saturate" in s.mode:
-        low_i, high_i = max(target.bounds[0], origin.bounds[0]), min(target.bounds[1], origin.bounds[1])
-        wide = c_type(source)
-        arg = f"min_of<{wide}>(max_of<{wide}>({arg}, {operand(low_i, source)}), {operand(high_i, source)})"
+    whole = origin.integer and target.integer
+    narrower = origin == float32 and target.floating and target.name != "float8_e4m3fn"  # which saturates anyway
+    if "saturate" in s.mode and (whole or narrower):
+        low, high = -target.largest, target.largest
+        if whole:
+            low, high = max(target.bounds[0], origin.bounds[0]), min(target.bounds[1], origin.bounds[1])
+        kind = f"{'of' if whole else 'nan'}<{c_type(source)}>"
+        arg = f"min_{kind}(max_{kind}({arg}, {operand(low, source)}), {operand(high, source)})"
     return f"{target}_of_{origin}({arg})"
 
 
-def statements(body: list[Statement], indent: int, where: bool = True) -> list[str]:
-    """A body, one statement a line; the author's line in a comment where it changes."""
+def statements(body: list[Statement], indent: int, where: bool) -> list[str]:
+    """A body, one statement a line; `where`: with the author's line in a comment where it changes."""
     out: list[str] = []
     last = ""
     for s in body:
@@ -218,25 +214,33 @@ def _place(s: Load | Store) -> str:
     return s.memory if s.index == 0 else f"{s.memory} + {s.index}"
 
 
+def _reached(s: Load | Store) -> tuple[str, list[Operand]]:
+    """How a vector is reached: the end of the function's name, and what it is given."""
+    if s.scattered:
+        return ("_at", [s.memory, s.index]) if s.mask is None else ("_at_where", [s.memory, s.index, s.mask])
+    if s.mask is not None:
+        return "_where", [_place(s), s.stride, s.mask]
+    if s.count is not None:
+        return "_some", [_place(s), s.count]
+    return ("_every", [_place(s), s.stride]) if s.stride != 1 else ("", [_place(s)])
+
+
+def _vector(s: Load | Store, end: str) -> str:
+    """The type of a vector in memory, and its alignment, where a function asks for that."""
+    vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
+    return f"{vector}, {s.align}" if s.align and end in WHOLE else vector
+
+
 def _load(s: Load) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}]"
         if s.mask is not None:
             text = f"{operand(s.mask, _TEST)} ? {text} : {_other(s)}"
         return f"({text}) != 0" if s.type.dtype == boolean else text
-    vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
-    if s.scattered:
-        text = f"load_at<{vector}>({s.memory}, {s.index})"
-        if s.mask is not None:
-            text = f"load_at_where<{vector}>({s.memory}, {s.index}, {s.mask}, ({element(s.type.dtype)}){_other(s)})"
-    elif s.mask is not None:
-        text = f"load_where<{vector}>({_place(s)}, {s.stride}, {s.mask}, ({element(s.type.dtype)}){_other(s)})"
-    elif s.count is not None:
-        text = f"load_some<{vector}{_aligned(s)}>({_place(s)}, {s.count})"
-    elif s.stride != 1:
-        text = f"load_every<{vector}>({_place(s)}, {s.stride})"
-    else:
-        text = f"load<{vector}{_aligned(s)}>({_place(s)})"
+    end, given = _reached(s)
+    if s.mask is not None:
+        given.append(f"({element(s.type.dtype)}){_other(s)}")
+    text = f"load{end}<{_vector(s, end)}>({', '.join(map(str, given))})"
     return f"mask_of_bytes({text})" if s.type.dtype == boolean else text
 
 
@@ -247,19 +251,10 @@ def _store(s: Store) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}] = {value};"
         return text if s.mask is None else f"if ({operand(s.mask, _TEST)}) {text}"
-    vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
-    if s.type.dtype == boolean:
-        value = f"bytes_of_mask({value})"
-    if s.scattered:
-        where, mask = ("_where", f"{s.mask}, ") if s.mask is not None else ("", "")
-        return f"store_at{where}({s.memory}, {s.index}, {mask}{value});"
-    if s.mask is not None:
-        return f"store_where({_place(s)}, {s.stride}, {s.mask}, {value});"
-    if s.count is not None:
-        return f"store_some<{vector}{_aligned(s)}>({_place(s)}, {value}, {s.count});"
-    if s.stride != 1:
-        return f"store_every({_place(s)}, {s.stride}, {value});"
-    return f"store<{vector}{_aligned(s)}>({_place(s)}, {value});"
+    end, given = _reached(s)
+    given.insert(1 if end == "_some" else len(given), f"bytes_of_mask({value})" if s.type.dtype == boolean else value)
+    typed = f"<{_vector(s, end)}>" if end in WHOLE else ""
+    return f"store{end}{typed}({', '.join(map(str, given))});"
 
 
 def _print(s: Print) -> str:
@@ -273,16 +268,10 @@ def _print(s: Print) -> str:
     return f"for (int l = 0; l < {s.count or s.type.lanes}; l++) {line}" if s.type.lanes > 1 else line
 
 
-def _aligned(s: Load | Store) -> str:
-    return f", {s.align}" if s.align else ""
-
-
 def _other(s: Load) -> str:
     """What a masked-off element is, in the bits of memory."""
     dtype = s.type.dtype
     if dtype == float32:
         return literal(s.other, dtype)
     bits = dtype.encode(np.asarray(s.other, dtype.values))
-    if dtype.name == "float16":
-        bits = np.asarray(bits).view(np.uint16)
-    return str(int(np.asarray(bits).item()))
+    return str(int((bits.view(np.uint16) if dtype.name == "float16" else bits).item()))

@@ -30,6 +30,13 @@ template <class V> using loose = typename loose_of<V>::type;
 constexpr i64 INT64_LEAST = -9223372036854775807ll - 1;
 static const i32v LANES = {{{counts}}};
 static const i64v PLACES = {{{counts}}};"""
+ARENA = """extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);
+struct Arena_{symbol} {{
+  char* p = (char*)aligned_alloc(64, {size});
+  ~Arena_{symbol}() {{ free(p); }}
+}};
+static thread_local Arena_{symbol} arena_{symbol};
+"""
 
 
 def lanes_of(features: Iterable[str]) -> int:
@@ -38,29 +45,23 @@ def lanes_of(features: Iterable[str]) -> int:
     return 16 if have >= x86.AVX512 else 8 if "avx2" in have else 4
 
 
-def source(function: Function, features: Iterable[str], *, where: bool = True) -> tuple[str, str]:
-    """(C++ source, symbol) of one kernel. See `sources`."""
-    text, symbols = sources([function], features, where=where)
+def source(function: Function, features: Iterable[str]) -> tuple[str, str]:
+    """(C++ source, symbol) of one kernel."""
+    text, symbols = sources([function], features)
     return text, symbols[0]
 
 
-def sources(functions: Sequence[Function], features: Iterable[str], *, where: bool = True) -> tuple[str, list[str]]:
-    """(C++ source, symbols) of several kernels in one file.
-
-    Args:
-        where: name the author's lines in comments.
-    """
-    have, lanes = sorted(features), functions[0].lanes
-    bodies = ["\n".join(statements(f.body, 6, where)) for f in functions]
-    plain = ["\n".join(statements(f.body, 6, False)) for f in functions]
-    records = needed("\n".join(plain), RECORDS, have, lanes)
+def sources(functions: Sequence[Function], features: Iterable[str]) -> tuple[str, list[str]]:
+    """(C++ source, symbols) of several kernels in one file. Comments name the author's lines."""
+    lanes = functions[0].lanes
+    bodies, plain = (["\n".join(statements(f.body, 6, where)) for f in functions] for where in (True, False))
     counts = ", ".join(map(str, range(lanes)))
-    parts = [TYPES.format(lanes=lanes, counts=counts), *(r.text for r in records)]
-    symbols = []
+    head = [TYPES.format(lanes=lanes, counts=counts)]
+    head += [r.text for r in needed("\n".join(plain), RECORDS, sorted(features), lanes)]
+    parts, symbols = list(head), []
     for function, body, code in zip(functions, bodies, plain, strict=True):
         # Comments name lines, which move while the kernel stays the same, and so does its place in the store.
-        told = "".join([*parts[: len(records) + 1], repr(function.parameters), repr(function.arrays), code])
-        symbol = symbol_of(function.name, told)
+        symbol = symbol_of(function.name, "".join([*head, repr(function.parameters), repr(function.arrays), code]))
         if symbol not in symbols:
             fields = [f"{_field(p)} {p.name};" for p in function.parameters if p.kind != "builtin"]
             arguments = f"struct Args_{symbol} {{ {' '.join(fields)} }};"
@@ -82,17 +83,7 @@ def _driver(function: Function, symbol: str, body: str) -> list[str]:
         kind = element(array.dtype)
         places.append(f"      {kind}* const {array.name} = ({kind}*)(scratch + {size});")
         size += -(-array.elements * array.dtype.itemsize // 64) * 64
-    out = []
-    if size:
-        out += [
-            'extern "C" void* aligned_alloc(unsigned long, unsigned long); extern "C" void free(void*);',
-            f"struct Arena_{symbol} {{",
-            f"  char* p = (char*)aligned_alloc(64, {size});",
-            f"  ~Arena_{symbol}() {{ free(p); }}",
-            "};",
-            f"static thread_local Arena_{symbol} arena_{symbol};",
-            "",
-        ]
+    out = [ARENA.format(symbol=symbol, size=size)] if size else []
     out.append(f'extern "C" void {symbol}(const Args_{symbol}* args, i64 grid0, i64 grid1, i64 grid2, int threads) {{')
     for p in function.parameters:
         if p.kind == "pointer":

@@ -25,14 +25,13 @@ class Source:
     shared: int
 
 
-def source(function: Function, offsets: dict[str, int], shared: int, *, where: bool = True) -> Source:
-    """The CUDA C++ of a kernel whose barriers are placed.
+def source(function: Function, offsets: dict[str, int], shared: int) -> Source:
+    """The CUDA C++ of a kernel whose barriers are placed. Comments name the author's lines.
 
     Args:
         offsets: where in the instance's shared memory each array lies; in all it has `shared` bytes, which 16 divides.
-        where: name the author's lines in comments.
     """
-    body, plain = ("\n".join(statements(function.body, 2, w)) for w in (where, False))
+    body, plain = ("\n".join(statements(function.body, 2, where)) for where in (True, False))
     head = [nvidia.types(function.lanes), *(r.text for r in needed(plain, nvidia.RECORDS, (), function.lanes))]
     shape = f"{function.threads} {function.instances}"
     told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
@@ -78,15 +77,12 @@ def _places(function: Function) -> list[str]:
 
 
 def _arrays(function: Function, offsets: dict[str, int], apart: int) -> list[str]:
-    out = []
-    if any(a.shared for a in function.arrays):
-        out.append("  extern __shared__ __align__(16) u8 of_block[];")
-        mine = "of_block" if function.instances == 1 else f"of_block + threadIdx.y * {apart}"
-        out.append(f"  u8* const shared = {mine};")
+    """All of them are shared: what a thread has alone is in registers."""
+    if not function.arrays:
+        return []
+    mine = "of_block" if function.instances == 1 else f"of_block + threadIdx.y * {apart}"
+    out = ["  extern __shared__ __align__(16) u8 of_block[];", f"  u8* const shared = {mine};"]
     for a in function.arrays:
         kind = element(a.dtype)
-        if a.shared:
-            out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
-        else:
-            out.append(f"  {kind} {a.name}[{a.elements}];")
+        out.append(f"  {kind}* const {a.name} = ({kind}*)(shared + {offsets[a.name]});")
     return out

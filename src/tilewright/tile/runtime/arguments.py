@@ -34,21 +34,12 @@ class Memory:
     device: str = "cpu"
 
     @property
-    def extent(self) -> tuple[int, int]:
-        """The first byte of any element, and the one after the last; equal where there is no element."""
-        if 0 in self.shape:
-            return self.address, self.address
-        ends = [s * (n - 1) for n, s in zip(self.shape, self.strides, strict=True)]
-        low, high = sum(min(e, 0) for e in ends), sum(max(e, 0) for e in ends) + 1
-        return self.address + self.dtype.itemsize * low, self.address + self.dtype.itemsize * high
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the view's axes."""
         return (math.prod(self.shape[: self.levels]), *self.shape[self.levels :])
 
 
-def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory:
+def memory_of(array: Any, dtype: DType | None = None) -> Memory:
     """Where an array lies.
 
     Args:
@@ -57,31 +48,31 @@ def memory_of(array: Any, dtype: DType | None = None, levels: int = 1) -> Memory
     Raises:
         TileError: its memory is not what its shape, strides and dtype alone say, or no kernel can reach it.
     """
-    if isinstance(array, np.ndarray):
-        return _numpy(array, dtype, levels)
     if isinstance(array, Memory):
         return array
-    if not all(hasattr(array, name) for name in ("data_ptr", "stride", "shape", "dtype")):
+    of_numpy = isinstance(array, np.ndarray)
+    if not of_numpy and not all(hasattr(array, name) for name in ("data_ptr", "stride", "shape", "dtype")):
         raise TileError(f"{type(array).__name__} is no array: takes numpy's, or tensors as torch's")
-    return _tensor(array, dtype, levels)
+    if not array.shape:
+        kind = "an array" if of_numpy else "a tensor"
+        raise TileError(f"{kind} of no axis: pass .item() as a number, or .reshape(1) as a view")
+    return _numpy(array, dtype) if of_numpy else _tensor(array, dtype)
 
 
-def _numpy(array: np.ndarray[Any, Any], dtype: DType | None, levels: int) -> Memory:
+def _numpy(array: np.ndarray[Any, Any], dtype: DType | None) -> Memory:
     if isinstance(array, np.ma.MaskedArray):
         raise TileError("a masked array: its mask would be lost; pass .data, and the mask as a view of its own")
     if not array.dtype.isnative:
         raise TileError(f"the byte order of {array.dtype} is not this machine's: .astype({array.dtype.name!r}) has it")
     element = _element(array.dtype.name, array.itemsize, dtype)
-    if array.ndim == 0:
-        raise TileError("an array of no axis: pass .item() as a number, or .reshape(1) as a view")
-    if array.itemsize and any(s % array.itemsize for s in array.strides):
+    if any(s % array.itemsize for s in array.strides):
         raise TileError(f"strides of {array.strides} bytes are no multiple of the element's {array.itemsize} (a field "
                         "of a structured array?): copy it")  # fmt: skip
     strides = tuple(s // array.itemsize for s in array.strides)
-    return Memory(array.ctypes.data, array.shape, strides, element, levels, not array.flags.writeable)
+    return Memory(array.ctypes.data, array.shape, strides, element, read_only=not array.flags.writeable)
 
 
-def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
+def _tensor(array: Any, dtype: DType | None) -> Memory:
     device, layout = str(getattr(array, "device", "cpu")), str(getattr(array, "layout", "torch.strided"))
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise TileError(f"a tensor on {device}: kernels run on the CPU and on NVIDIA GPUs")
@@ -91,17 +82,14 @@ def _tensor(array: Any, dtype: DType | None, levels: int) -> Memory:
         if getattr(array, bit, bool)():
             raise TileError(f"the memory of a tensor whose {bit}() is set does not hold its values: .{lazy}() does")
     element = _element(str(array.dtype).rpartition(".")[2], array.element_size(), dtype)
-    if not array.shape:
-        raise TileError("a tensor of no axis: pass .item() as a number, or .reshape(1) as a view")
     try:  # a tensor that torch traces with is on the CPU by name, and its storage nowhere
         nowhere = hasattr(array, "untyped_storage") and array.untyped_storage().device.type == "meta"
         address = 0 if nowhere else array.data_ptr()
     except RuntimeError as error:
         raise TileError(f"a {type(array).__name__} has no memory of its own ({error})") from None
-    made = Memory(address, tuple(array.shape), tuple(array.stride()), element, levels, device=device)
-    if 0 not in made.shape and not address:
-        raise TileError(f"a {type(array).__name__} of shape {made.shape} that has no memory")
-    return made
+    if 0 not in array.shape and not address:
+        raise TileError(f"a {type(array).__name__} of shape {tuple(array.shape)} that has no memory")
+    return Memory(address, tuple(array.shape), tuple(array.stride()), element, device=device)
 
 
 def _element(name: str, itemsize: int, asked: DType | None) -> DType:
@@ -117,8 +105,7 @@ def _element(name: str, itemsize: int, asked: DType | None) -> DType:
 
 def type_of(memory: Memory, *, most: Mapping[int, int] | None = None) -> ViewType:
     """The type of a tensor as an argument: exact sizes, or at most so many for the axes in `most`."""
-    bounded = most or {}
-    sizes = tuple(Most(bounded[i]) if i in bounded else n for i, n in enumerate(memory.sizes))
+    sizes = tuple(Most(most[i]) if most and i in most else n for i, n in enumerate(memory.sizes))
     return ViewType(memory.dtype, sizes, memory.strides[-1] == 1 or memory.shape[-1] == 1, memory.levels)
 
 

@@ -38,8 +38,8 @@ _loaded: dict[str, list[Compiled]] = {}
 class Compiled:
     """A loaded kernel. `entry(args, grid0, grid1, grid2, threads)` runs it."""
 
-    def __init__(self, function: Function, library: ctypes.CDLL, symbol: str, text: str) -> None:
-        self.function, self.library, self.symbol, self.text = function, library, symbol, text
+    def __init__(self, function: Function, library: ctypes.CDLL, symbol: str) -> None:
+        self.symbol = symbol
         self.entry: Any = library[symbol]
         self.entry.restype = None
         self.entry.argtypes = [ctypes.c_char_p, *[ctypes.c_int64] * 3, ctypes.c_int]
@@ -70,16 +70,13 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
         return _loaded[key]
     functions = [lower(p, render.lanes_of(target.features)) for p in programs]
     text, symbols = render.sources(functions, target.features)
-    store = Store()
-    path = store.path(key, lambda place: _build(text, place, target, flags))
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
-    finally:
-        store.release(path)
-    return _loaded.setdefault(key, [Compiled(f, library, s, text) for f, s in zip(functions, symbols, strict=True)])
+    with Store().file(key, lambda place: _build(text, place, target, flags)) as path:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CompilerError(f"what {tool.path} made cannot be loaded ({error})") from None
+    return _loaded.setdefault(key, [Compiled(f, library, s) for f, s in zip(functions, symbols, strict=True)])
 
 
 def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:

@@ -11,9 +11,8 @@ import hashlib
 import json
 import math
 import re
-import struct
 import sys
-from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_double, c_float, c_int, c_int64, c_uint, c_void_p
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -50,10 +49,6 @@ class Compiled:
     arch: str
     loaded: dict[int, c_void_p]
 
-    @property
-    def block(self) -> tuple[int, int, int]:
-        return self.function.threads, self.function.instances, 1
-
     def blocks(self, grid: tuple[int, int, int]) -> int:
         """How many blocks run a grid of instances.
 
@@ -79,8 +74,8 @@ class Compiled:
         fields = [_field(p, packed, 8 * i) for i, p in enumerate(self.parameters)] + [c_int64(n) for n in grid]
         held = (c_void_p * len(fields))(*map(ctypes.addressof, fields))
         at = current_stream() if stream is None else stream
-        driver.call("cuLaunchKernel", self.entry(driver), c_uint(self.blocks(grid)), c_uint(1), c_uint(1),
-                    *map(c_uint, self.block), c_uint(self.source.shared), c_void_p(at), held, None)  # fmt: skip
+        shape = (self.blocks(grid), 1, 1, self.function.threads, self.function.instances, 1, self.source.shared)
+        driver.call("cuLaunchKernel", self.entry(driver), *map(c_uint, shape), c_void_p(at), held, None)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -103,7 +98,7 @@ class Compiled:
 def _field(p: Parameter, packed: bytes, at: int) -> Any:
     """One argument, out of what `pack` made."""
     if is_real(p):
-        return c_float(struct.unpack_from("=d", packed, at)[0])
+        return c_float(c_double.from_buffer_copy(packed, at).value)
     return c_int64.from_buffer_copy(packed, at)
 
 
@@ -143,12 +138,10 @@ class Driver:
 
     def arch(self, device: int = 0) -> str:
         """The architecture of a GPU, as compilers name it."""
-        parts = []
-        for attribute in (MAJOR, MINOR):
-            value = c_int()
+        major, minor = c_int(), c_int()
+        for value, attribute in ((major, MAJOR), (minor, MINOR)):
             self.call("cuDeviceGetAttribute", byref(value), c_int(attribute), c_int(device))
-            parts.append(value.value)
-        return f"sm_{parts[0]}{parts[1]}"
+        return f"sm_{major.value}{minor.value}"
 
 
 def current_stream() -> int:
@@ -206,12 +199,9 @@ def _kept(key: str, source: render.Source, arch: str) -> Cubin:
         image = made.pop("image")
         place.write_bytes(json.dumps(made).encode() + b"\n" + image)
 
-    store = Store()
-    path = store.path(key, build)
-    try:
-        facts, _, image = path.read_bytes()[:-DIGEST].partition(b"\n")
-        return Cubin(image=image, **json.loads(facts))
-    except (OSError, ValueError, TypeError) as error:
-        raise CompilerError(f"what was compiled cannot be read again ({error})") from None
-    finally:
-        store.release(path)
+    with Store().file(key, build) as path:
+        try:
+            facts, _, image = path.read_bytes()[:-DIGEST].partition(b"\n")
+            return Cubin(image=image, **json.loads(facts))
+        except (OSError, ValueError, TypeError) as error:
+            raise CompilerError(f"what was compiled cannot be read again ({error})") from None

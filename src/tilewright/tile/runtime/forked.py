@@ -18,18 +18,11 @@ def _is_child() -> bool:
         return False
 
 
-_child = _is_child()
+_process = {"forked": _is_child()}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _process.update(forked=True))
 
 
 def is_child() -> bool:
     """Whether the process was forked; what would run in parallel runs serially then."""
-    return _child
-
-
-def _after_fork() -> None:
-    global _child
-    _child = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    return _process["forked"]

@@ -47,7 +47,7 @@ def missing() -> str:
 def version() -> str:
     """The compiler in use; "" where there is none."""
     if nvrtc_file():
-        return Nvrtc.get().version
+        return Nvrtc(nvrtc_file()).version
     tool = nvcc()
     return f"nvcc {_nvcc_version(tool)}" if tool else ""
 
@@ -73,7 +73,7 @@ def compiled(text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
         CompilerError: there is no compiler, or it refused; with its log.
     """
     if nvrtc_file():
-        return Nvrtc.get().compile(text, f"{symbol}.cu", flags)
+        return Nvrtc(nvrtc_file()).compile(text, f"{symbol}.cu", flags)
     if tool := nvcc():
         return _run_nvcc(tool, text, symbol, flags)
     raise CompilerError(missing())
@@ -83,8 +83,9 @@ def _told(pattern: str, log: str) -> int:
     return sum(int(n) for n in re.findall(pattern, log))
 
 
+@cache
 class Nvrtc:
-    """The library."""
+    """The library in a file, loaded once."""
 
     def __init__(self, file: str) -> None:
         for builtins in sorted(Path(file).parent.glob("libnvrtc-builtins.so.*")):
@@ -93,11 +94,6 @@ class Nvrtc:
         major, minor = c_int(), c_int()
         self._check(self.library.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
         self.version = f"nvrtc {major.value}.{minor.value}"
-
-    @staticmethod
-    @cache
-    def get() -> Nvrtc:
-        return Nvrtc(nvrtc_file())
 
     def compile(self, text: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
         """(cubin, log)"""

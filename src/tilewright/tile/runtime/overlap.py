@@ -27,8 +27,9 @@ def check_overlap(memories: Mapping[str, Memory], written: Collection[str],
         if _meets_itself(memories[name]):
             raise TileError(f"{name} is written, and several of its indices are the same element (shape "
                             f"{memories[name].shape}, strides {memories[name].strides})")  # fmt: skip
-    for name, other in itertools.permutations(memories, 2):
-        if name not in written or (other in written and other < name) or not share(memories[name], memories[other]):
+    places = {name: _stand_in(m) for name, m in memories.items() if 0 not in m.shape}
+    for name, other in itertools.permutations(places, 2):
+        if name not in written or (other in written and other < name) or not _share(places[name], places[other]):
             continue
         if frozenset((name, other)) not in inplace:
             raise TileError(f"{name} is written and shares memory with {other}: give it memory of its own, or declare "
@@ -37,13 +38,10 @@ def check_overlap(memories: Mapping[str, Memory], written: Collection[str],
             raise TileError(f"{name} is written and shares memory with {other}, but not element for element")
 
 
-def share(a: Memory, b: Memory) -> bool:
+def _share(a: Any, b: Any) -> bool:
     """Whether some element of one is, in part, an element of the other."""
-    (low, high), (other_low, other_high) = a.extent, b.extent
-    if high <= other_low or other_high <= low:
-        return False
     try:
-        return bool(np.shares_memory(_stand_in(a), _stand_in(b), max_work=WORK))
+        return bool(np.shares_memory(a, b, max_work=WORK))
     except np.exceptions.TooHardError:
         return True
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -56,43 +56,37 @@ def _closed(where: Path) -> bool:
 
 
 class Store:
-    """Files by key. Every method bears a missing, read-only or full disk, and somebody else's folder: the kernel is
-    then compiled again."""
+    """Files by key. It bears a missing, read-only or full disk, and somebody else's folder: the kernel is then compiled
+    again."""
 
     def __init__(self, where: Path | None = None) -> None:
         self.where = where or folder()
 
-    def path(self, key: str, build: Callable[[Path], None]) -> Path:
-        """The file of a key; `build` writes it where it is not there. It ends in its own digest, which a loader of
-        shared objects does not mind."""
+    @contextmanager
+    def file(self, key: str, build: Callable[[Path], None]) -> Iterator[Path]:
+        """The file of a key, to be loaded; `build` writes it where it is not there. It ends in its own digest, which a
+        loader of shared objects does not mind. What cannot be kept is gone afterwards."""
+        with ExitStack() as apart:
+            path = self._kept(key, build)
+            if path is None:
+                where = tempfile.TemporaryDirectory(prefix="tilewright-", ignore_cleanup_errors=True)
+                path = self._made(Path(apart.enter_context(where)), key, build)
+            yield path
+
+    def _kept(self, key: str, build: Callable[[Path], None]) -> Path | None:
+        """The file in the folder; None where that cannot be used."""
         path = self.where / f"{key}.so"
         try:
             self.where.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.where.mkdir(exist_ok=True, mode=0o700)
             if not _closed(self.where):
-                return self._private(key, build)
-            if self._sound(path):
-                return path
-            made = self._made(self.where, key, build)
-            os.replace(made, path)
+                return None
+            if not self._sound(path):
+                os.replace(self._made(self.where, key, build), path)
+                self._trim(keep=path)
         except OSError:
-            return self._private(key, build)
-        self._trim(keep=path)
+            return None
         return path
-
-    def release(self, path: Path) -> None:
-        """Say that the file is loaded: one that is not kept is removed."""
-        if path.parent != self.where:
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-    def _private(self, key: str, build: Callable[[Path], None]) -> Path:
-        """The file in a folder of its own, until `release`."""
-        where = Path(tempfile.mkdtemp(prefix="tilewright-"))
-        try:
-            return self._made(where, key, build)
-        except BaseException:
-            shutil.rmtree(where, ignore_errors=True)
-            raise
 
     @staticmethod
     def _made(where: Path, key: str, build: Callable[[Path], None]) -> Path:
@@ -134,10 +128,8 @@ class Store:
             except OSError:
                 continue
             found.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= MOST_BYTES:
-                return
-            if path != keep:
+        total = 0
+        for _, size, path in sorted(found, reverse=True):
+            total += size
+            if total > MOST_BYTES and path != keep:
                 path.unlink(missing_ok=True)
-                total -= size

@@ -103,8 +103,6 @@ def _memories(function: Function) -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number in written}
 
 
-ANY = 1 << 62
-"""As many as there may be."""
 Terms = dict[tuple[str, str], int]
 """A sum: multiples of names, or of 1 (""), each perhaps times a unit, which is another name that never changes."""
 
@@ -115,23 +113,13 @@ class _Residues:
     def __init__(self, function: Function, uniform: Uniform) -> None:
         self.threads, self.uniform = function.threads, uniform
         self.units = {p.name for p in function.parameters if p.kind == "stride"}
-        self.loops: dict[str, For] = {}
-        self.moving: set[str] = set()
-        """Names that have another value in the next iteration of a loop."""
-        self.variables: set[str] = set()
-        self._scan(function.body, within=False)
-
-    def _scan(self, body: Iterable[Statement], *, within: bool) -> None:
-        for s in body:
-            if isinstance(s, (Let, Load)) and within:
-                self.moving.add(s.name)
-            elif isinstance(s, Declare):
-                self.variables.add(s.name)
-            elif isinstance(s, For):
-                self.loops[s.var] = s
-                self.moving.add(s.var)
-            if isinstance(s, (For, If)):
-                self._scan(s.body, within=within or isinstance(s, For))
+        self.loops = {s.var: s for s in function.statements() if isinstance(s, For)}
+        within = (s for loop in self.loops.values() for s in replace(function, body=loop.body).statements())
+        moving = {*self.loops, *(s.name for s in within if isinstance(s, (Let, Load)))}
+        varying = {s.name for s in function.statements() if isinstance(s, Declare)}
+        varying |= {name for name, bits in uniform.names.items() if bits} - uniform.tid
+        self.varying = {False: varying, True: varying | moving}
+        """Names that differ from thread to thread, and those too that do in another iteration of a loop."""
 
     def alike(self, a: Access, b: Access, again: bool) -> bool:
         """Whether an element that both touch is touched by one thread: thread t has those at base + t * step, the
@@ -150,19 +138,14 @@ class _Residues:
         if step < 1 or not (dense or lanes == 1):
             return False
         common = {c.var for c in a.path if isinstance(c, For) and any(c is d for d in b.path)}
-        dealt = _Dealt(unit, self.threads * step, set() if again else common, again)
+        dealt = _Dealt(unit, self.threads * step, set() if again else common, self.varying[again])
         rows = [{k: n for k, n in t.items() if self._counts_rows(k, n, dealt)} for t in terms]
         inner = [{k: n for k, n in t.items() if k not in r} for t, r in zip(terms, rows, strict=True)]
         left = [self._modulo(t, dealt) for t in inner]
-        if left[0] != left[1] or any(self._varies(name, dealt) for _, name in left[0]):
+        if left[0] != left[1] or any(name in dealt.varying for _, name in left[0]):
             return False
         digits = [self._digits(x, r, t, dealt) for x, r, t in zip((a, b), rows, inner, strict=True)]
         return not any(rows) or (digits[0] is not None and digits[0] == digits[1])
-
-    def _varies(self, name: str, dealt: _Dealt) -> bool:
-        if name in self.uniform.tid:
-            return False
-        return name in self.variables or self.uniform.bits(name) != 0 or (dealt.again and name in self.moving)
 
     def _counts_rows(self, key: tuple[str, str], times: int, dealt: _Dealt) -> bool:
         loop = self.loops.get(key[1])
@@ -172,55 +155,41 @@ class _Residues:
 
     def _digits(self, access: Access, rows: Terms, inner: Terms, dealt: _Dealt) -> tuple[list[int], Terms] | None:
         """What each row counter is worth, if what it counts is too small to reach the next; and what never changes."""
-        fixed = {k: n for k, n in inner.items() if k[1] and k[1] not in self.uniform.tid and k[1] not in self.loops
-                 and not self._varies(k[1], dealt)}  # fmt: skip
+        other = {"", *self.uniform.tid, *self.loops, *dealt.varying}
+        fixed = {key: times for key, times in inner.items() if key[1] not in other}
         reach = self._reach(access, {k: n for k, n in inner.items() if k not in fixed})
         worth = []
         for (unit, name), times in sorted(rows.items(), key=lambda row: row[1]):
             loop = self.loops[name]
             lo, hi, step = _plain(loop.lo), _plain(loop.hi), _plain(loop.step)
-            if reach is None or unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
+            if unit or lo != 0 or times * step < max(reach, 1) or loop.any_step:
                 return None
-            reach += (hi - 1) // step * step * times if hi > 0 else ANY
+            reach += (hi - 1) // step * step * times if hi > 0 else math.inf
             worth.append(times * step)
         return worth, fixed
 
-    def _reach(self, access: Access, local: Terms) -> int | None:
-        """How many elements from its base on an access may touch at most; what is added to the base is `local`."""
+    def _reach(self, access: Access, local: Terms) -> float:
+        """How many elements from its base on an access may touch at most; what is added to the base is `local`.
+        Infinitely many where that may be negative."""
         s = access.statement
-        if not isinstance(s.stride, int) or s.stride < 1:
-            return None
-        parts = [None if unit else self._most(name, times) for (unit, name), times in local.items()]
-        if None in parts:
-            return None
-        most = sum(p for p in parts if p is not None)
-        beyond = (s.type.lanes - 1) * s.stride + 1
+        most: float = 0
+        for (unit, name), times in local.items():
+            loop = self.loops.get(name)
+            if not name or name in self.uniform.tid:
+                most += times * (self.threads - 1 if name else 1)
+            elif loop is not None and _plain(loop.lo) >= 0:
+                most += times * (loop.hi - 1 if isinstance(loop.hi, int) else math.inf)
+            else:
+                return math.inf
+            if unit or times < 0:
+                return math.inf
         for compound in access.path:
             test = self.uniform.lets.get(str(compound.condition)) if isinstance(compound, If) else None
             if test is not None and test.op == "lt" and self._terms(test.args[0], 1) == local:
                 size, grain = test.args[1], math.gcd(*local.values())
                 if isinstance(size, int) and size > 0:
                     most = (size - 1) // grain * grain
-                    if s.count is not None and s.stride == 1 and self._left(s.count, local, size):
-                        beyond = size - most
-        return most + beyond
-
-    def _most(self, name: str, times: int) -> int | None:
-        """The most that a term may be; None where it may be negative."""
-        if times < 0:
-            return None
-        if not name or name in self.uniform.tid:
-            return times * (self.threads - 1 if name else 1)
-        loop = self.loops.get(name)
-        if loop is None or _plain(loop.lo) < 0:
-            return None
-        return times * (loop.hi - 1) if isinstance(loop.hi, int) else ANY
-
-    def _left(self, count: Operand, local: Terms, size: int) -> bool:
-        """Whether a count is at most what is left below `size`."""
-        made = self.uniform.lets.get(str(count))
-        rest = self.uniform.lets.get(str(made.args[0])) if made is not None and made.op == "min" else None
-        return rest is not None and rest.op == "sub" and rest.args[0] == size and self._terms(rest.args[1], 1) == local
+        return most + (s.type.lanes - 1) * s.stride + 1 if isinstance(s.stride, int) and s.stride > 0 else math.inf
 
     def _terms(self, operand: Operand, times: int, unit: str = "") -> Terms:
         """`times` an integer."""
@@ -259,12 +228,13 @@ class _Residues:
 
 @dataclass(frozen=True)
 class _Dealt:
-    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were."""
+    """How an access deals memory to threads: in periods of a unit. `steady`: loop counters that are what they were;
+    `varying`: names that may be something else."""
 
     unit: str
     period: int
     steady: set[str]
-    again: bool
+    varying: set[str]
 
 
 def _plain(operand: Operand) -> int:

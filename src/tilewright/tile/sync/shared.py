@@ -47,21 +47,19 @@ def arrange(function: Function, limit: int = SHARED_BYTES) -> Arena:
     Raises:
         LowerError: they do not fit; it names them.
     """
-    arrays = sorted((a for a in function.arrays if a.shared), key=lambda a: (-_size(a), a.name))
+    shared = sorted((a for a in function.arrays if a.shared), key=lambda a: (-_size(a), a.name))
+    sizes, offsets = {a.name: _size(a) for a in shared}, dict[str, int]()
     meets = _meeting(function)
-    offsets: dict[str, int] = {}
-    taken: list[tuple[int, int, str]] = []
-    for a in arrays:
+    for name, own in sizes.items():
         at = 0
-        for low, high, name in sorted(taken):
-            if frozenset((a.name, name)) in meets and low < at + _size(a) and at < high:
-                at = high
-        offsets[a.name] = at
-        taken.append((at, at + _size(a), a.name))
-    size = max((high for _, high, _ in taken), default=0)
+        for low, other in sorted((low, other) for other, low in offsets.items()):
+            if frozenset((name, other)) in meets and low < at + own and at < low + sizes[other]:
+                at = low + sizes[other]
+        offsets[name] = at
+    size = max((at + sizes[name] for name, at in offsets.items()), default=0)
     if size * function.instances > limit:
         each = f" of {function.instances} instances" if function.instances > 1 else ""
-        told = ", ".join(f"{a.name} {_size(a)}" for a in arrays)
+        told = ", ".join(f"{name} {own}" for name, own in sizes.items())
         raise LowerError(f"{function.name}: a block{each} needs {size * function.instances} bytes of shared memory; "
                          f"there are {limit} ({told})")  # fmt: skip
     return Arena(offsets, size)
