@@ -176,10 +176,14 @@ class _Maker:
             self.pool.append(t.load(self.z[self.row, self.x.shape[1] - 1 - self.col]))
 
     def square(self) -> None:
-        """Two axes: a table of 5 x 24, folded along one of them."""
-        t = self.t
+        """Two axes or three: a table of 5 x 24, or three of them, folded along one axis."""
+        t, deep = self.t, self.chance.random() < 0.5
         i, j = t.arange(5)[:, None], t.arange(24)[None, :]
         v = (i * 24 + j).f32() * 0.01 + self.t.load(self.x[self.row, 0])
+        if deep:
+            tables = t.exp(v[None, :, :] - t.arange(3)[:, None, None].f32())
+            folded = t.reduce(tables, self.chance.choice(("sum", "max")), axis=self.chance.choice((0, 1, 2)), keep=True)
+            v = t.sum(tables * folded, axis=0)
         axis = self.chance.choice((0, 1))
         keep = self.chance.random() < 0.5
         f = t.reduce(v, self.chance.choice(("sum", "max")), axis=axis, keep=keep)

@@ -12,9 +12,11 @@ from tilewright import tile
 from tilewright.tile import ViewType
 from tilewright.tile.dtypes import DType
 from tilewright.tile.ir.tile_ir import Most
+from tilewright.tile.oracle import emulator
 from tilewright.tile.oracle.interpreter import run
-from tilewright.tile.runtime import cpu, target
+from tilewright.tile.runtime import cpu, cuda, target
 from tilewright.tile.runtime.target import Cpu
+from tilewright.tile.schedule import Schedule
 
 pytestmark = pytest.mark.skipif(bool(target.missing()), reason=target.missing() or "a C++ compiler is here")
 
@@ -169,3 +171,41 @@ def test_a_loop_with_any_bounds_ends(lo: int, hi: int, step: int) -> None:
         cpu.compile(program), {"bounds": bounds, "y": other}, dict.fromkeys(("bounds", "y"), tile.int64), (1, 1, 1)
     )
     assert mine[0] == other[0] == len(range(lo, hi, step) if step > 0 else ())
+
+
+def everywhere(body: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What an instance stores: the interpreter's, which a CPU and a GPU's threads must give, too."""
+    made = tile.kernel(body).trace({n: ViewType(F32, (None,) * a.ndim) for n, a in (("x", x), ("y", y))})
+    runs = [y.copy() for _ in range(5)]
+    run(made, {"x": x, "y": runs[0]}, (1,))
+    compiled_run(cpu.compile_all([made], flags=QUICKEST)[0], {"x": x, "y": runs[1]}, {"x": F32, "y": F32}, (1, 1, 1))
+    for found, schedule in zip(runs[2:], (Schedule(32, 1, 8), Schedule(64, 1, 2), Schedule(128, 1, 1)), strict=True):
+        function, arena = cuda.lowered(made, schedule)
+        emulator.run(function, {"x": x, "y": found}, (1,), arena=arena.offsets)
+    assert all(same(found, runs[0], F32) for found in runs)
+    return runs[0]
+
+
+def test_a_sum_along_a_middle_axis_keeps_to_its_row() -> None:
+    """What lies behind a row of sums, when its last vector is stored, is the next row of sums."""
+
+    def middle(t: Any, x: Any, y: Any) -> None:
+        at = t.arange(3)[:, None, None], t.arange(2)[None, :, None], t.arange(21)[None, None, :]
+        v = t.load(x[at])
+        t.store(y[at], t.sum(t.maximum(v, 1.0), axis=1, keep=True) + v)
+
+    x = np.arange(126, dtype=np.float32).reshape(3, 2, 21) - 60
+    assert np.array_equal(everywhere(middle, x, np.zeros_like(x)), np.maximum(x, 1).sum(1, keepdims=True) + x)
+
+
+def test_what_a_fold_leaves_can_be_regrouped() -> None:
+    def regrouped(t: Any, x: Any, y: Any) -> None:
+        v = t.load(x[t.arange(6)[:, None], t.arange(20)[None, :]])
+        t.store(y[0, t.arange(10)], t.max(t.sum(v, axis=0).reshape(10, 2), axis=1))
+        t.store(y[1, t.arange(3)], t.sum(t.sum(v, axis=1).reshape(3, 2), axis=1))
+        t.store(y[2, t.arange(1)], t.sum(t.sum(v, axis=1, keep=True), axis=0, keep=True).reshape(1))
+
+    x = np.arange(120, dtype=np.float32).reshape(6, 20)
+    y = everywhere(regrouped, x, np.zeros((3, 10), np.float32))
+    assert np.array_equal(y[0], x.sum(0).reshape(10, 2).max(1)) and y[2, 0] == x.sum()
+    assert np.array_equal(y[1, :3], x.sum(1).reshape(3, 2).sum(1))

@@ -167,11 +167,12 @@ class Memory(Emitter):
     def read(self, node: Node, place: Place, depth: int) -> Value:
         if self._waits(node):
             return self._array(self.array_of(node), node, place, depth)
-        if folds(node):
-            result = self.results[node]
+        source = node.args[0] if node.op == "reshape" else node
+        if folds(source):
+            result = self.results[source]
             return result if isinstance(result, Value) else self._array(result, node, place, depth)
         if node.op == "reshape":
-            return self._array(self.array_of(node.args[0]), node, place, depth)
+            return self._array(self.array_of(source), node, place, depth)
         if node.op == "get":
             return self._array(self.cell(node.attrs["var"]), node, place, depth)
         return self.load(node, place, depth)
@@ -256,7 +257,9 @@ class Memory(Emitter):
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
         index, lane = self.offset(shape, place)
-        self.put(self.depth, Store(name, type, index, value, lane or 1, mask=self.across_rows(lane)))
+        several = lane == 1 and type.lanes > 1 and any(a != 1 for a in shape[:-1])
+        count = self.tail if several else None  # what is beyond is the next row, which may hold a sum already
+        self.put(self.depth, Store(name, type, index, value, lane or 1, count, self.across_rows(lane)))
 
     def across_rows(self, lane: int) -> str | None:
         """The mask of an access whose lanes go from row to row of an array: there may be none behind the last."""

@@ -188,7 +188,8 @@ class Plan:
                 continue
             seen.add(node)
             if node.op == "reshape":
-                self._keep(node.args[0], self._first(node.args[0], phase))
+                if not folds(node.args[0]):  # a fold leaves an array as it is
+                    self._keep(node.args[0], self._first(node.args[0], phase))
                 continue
             first = self.home.get(node)
             if first is None or (first is not phase and not self.before(first, phase)):

@@ -75,7 +75,10 @@ class Effects:
     def _scope(self, a: Access, b: Access, again: bool) -> str:
         most = "warp" if self.function.threads <= WARP else "block"
         one, other = a.statement, b.statement
-        if (a.owner is not None and a.owner == b.owner) or (one is other and isinstance(one, Store) and one.own):
+        if a.owner is not None and a.owner == b.owner:
+            return ""
+        places = [(s.memory, s.index, s.stride, s.type.lanes) for s in (one, other)]
+        if places[0] == places[1] and any(isinstance(s, Store) and s.own for s in (one, other)):
             return ""
         if one.layout is not None and other.layout is not None:
             try:
