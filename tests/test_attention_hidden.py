@@ -217,9 +217,12 @@ def test_the_suite_catches_a_kernel_that_multiplies_what_is_hidden(op: str, whic
 # What torch's kernels cannot take -------------------------------------------------------------------------------------
 
 
-def reasons_of(op: str, label: str, sizes: tuple[int, int], heads: int = 2, groups: int = 2, **options: Any) -> str:
-    """Why a kernel of aten's refuses a call in float32 on a CPU, or in float16 on a Hopper; "" where it takes it."""
-    declared, dtype = registry.op(op), torch.float32 if label == "cpu" else torch.float16
+def reasons_of(
+    op: str, label: str, sizes: tuple[int, int], heads: int = 2, groups: int = 2, half: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> str:  # fmt: skip
+    """Why a kernel of aten's refuses a call in float32 on a CPU, or in half precision on a Hopper; "": it takes it."""
+    declared, dtype = registry.op(op), torch.float32 if label == "cpu" else half
     rows, keys = sizes
     shapes = {"q": (1, rows, heads, 16), "k": (1, keys, groups, 16), "v": (1, keys, groups, 16)}
     if op == "attention_backward":
@@ -280,3 +283,10 @@ def test_small_calls_find_no_kernel_wrong(causal: bool, device: str, caplog: pyt
                 leaves = [t.to(device).requires_grad_() for t in made(1, *sizes, dtype=dtype)]
                 tw.attention(*leaves, causal=causal, align=align).sum().backward()
     assert "quarantined" not in caplog.text
+
+
+@pytest.mark.parametrize("label", ("cudnn", "flash"))
+def test_gradients_of_aten_refuse_float16(label: str) -> None:
+    """They keep scores' gradients in the dtype of q, where those of large inputs overflow."""
+    assert "fp16" in reasons_of("attention_backward", label, (20, 24), half=torch.float16)
+    assert not reasons_of("attention", label, (20, 24), half=torch.float16)

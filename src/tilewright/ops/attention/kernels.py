@@ -62,6 +62,12 @@ def _narrow_lengths(call: Call) -> Iterable[Reason]:
         yield Reason("kv_len", f"dtype {DTYPE_NAMES[call.kv_len.dtype]}; takes int32", "kv_len.int() would do")
 
 
+def _no_float16(call: Call) -> Iterable[Reason]:
+    """On an H200, with inputs near 2000, 16 or 32 elements of dk at most sizes up to 100."""
+    if call.q.dtype == torch.float16:
+        yield Reason("q", "dtype fp16, in which scores' gradients beyond 65504 overflow: NaN and Inf change places")
+
+
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
@@ -80,9 +86,9 @@ VENDOR_KERNELS = [
     )
     for place, label, suffix, device, dtypes, deterministic, limits in (
         (10, "cudnn", "", cuda(90), HALVES, True, (vendor.head_dims(256), *_CUDNN)),
-        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half, _pairs)),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half, _no_float16, _pairs)),
         (11, "flash", "", cuda(80), HALVES, True, _FLASH),
-        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half)),
+        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half, _no_float16)),
         (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),
         (13, "cpu", "", cpu(), (torch.float32,), True, _CPU),
         (13, "cpu", "_backward", cpu(), FLOATS, True, _CPU),
