@@ -69,6 +69,7 @@ def _no_float16(call: Call) -> Iterable[Reason]:
 
 
 _CUDNN = (vendor.no_window, vendor.no_mask, vendor.top_left)
+_TRAINED = (vendor.half, _no_float16)
 _FLASH = (vendor.head_dims(256), vendor.no_mask, vendor.flash_causal)
 _EFFICIENT = (vendor.head_dims(1024), vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.heads_alike)
 _CPU = (vendor.no_window, vendor.keys_to_see, vendor.top_left, vendor.enough_keys)
@@ -86,9 +87,9 @@ VENDOR_KERNELS = [
     )
     for place, label, suffix, device, dtypes, deterministic, limits in (
         (10, "cudnn", "", cuda(90), HALVES, True, (vendor.head_dims(256), *_CUDNN)),
-        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, vendor.half, _no_float16, _pairs)),
+        (10, "cudnn", "_backward", cuda(90), FLOATS, False, (vendor.head_dims(128), *_CUDNN, *_TRAINED, _pairs)),
         (11, "flash", "", cuda(80), HALVES, True, _FLASH),
-        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, vendor.half, _no_float16)),
+        (11, "flash", "_backward", cuda(80), FLOATS, False, (*_FLASH, *_TRAINED)),
         (12, "efficient", "", cuda(80), FLOATS, True, _EFFICIENT),
         (13, "cpu", "", cpu(), (torch.float32,), True, _CPU),
         (13, "cpu", "_backward", cpu(), FLOATS, True, _CPU),
