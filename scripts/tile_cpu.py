@@ -2,12 +2,17 @@
 
     python scripts/tile_cpu.py [--ops rms_norm,softmax] [--rows 1,64,2048] [--columns 1000,4096] [--dtypes bfloat16]
 
-Times of one problem are taken in turn in one process; each is the lower quartile of its rounds, because what disturbs a
-shared machine only adds. With `--threads 1` they are the thread's CPU time: of a machine that others use too, the only
-one that says anything. The rival of a kernel that is given its outputs is the faster of torch.compile's two forms, one
-that allocates and one that copies into what is given; that of one with fresh outputs is the form that allocates. Ratios
-above 1 say that the tile kernel is faster. A problem with a ratio below 1, or with page faults, is measured again with
-longer rounds, and that counts; what the short ones gave is kept as `first`.
+The forms of one problem take turns of eight calls in one process; a time is the lower quartile of a form's calls,
+because what disturbs a shared machine only adds. With `--threads 1` they are the thread's CPU time: of a machine that
+others use too, the only one that says anything. The rival of a kernel that is given its outputs is the faster of
+torch.compile's two forms, one that allocates and one that copies into what is given; that of one with fresh outputs is
+the form that allocates. Ratios above 1 say that the tile kernel is faster. A problem with a ratio below 1, or with page
+faults, is measured again with longer rounds, and that counts; what the short ones gave is kept as `first`.
+
+The first calls of a turn find memory as another form left it, and a store to what another core has read takes 7.6 ns a
+line where one to the core's own takes 0.3 (docs/notes/tile-on-cpus.md). In turns of one call, fresh outputs paid for
+eager's intermediates wherever the heap put the one over the other. It hands out two or three places in rotation, so
+most of eight calls find what their own form left.
 
 The C library keeps what is freed, in this process and so for every form. Left alone, glibc gives the end of its heap to
 the system and asks for it again on each call, or maps each block anew, for one form and not for the other, by what else
@@ -39,6 +44,7 @@ from tilewright.tile.runtime.arguments import memory_of, pack, type_of
 Tensor = torch.Tensor
 MOST = 65536
 LONGER = 6
+TURN = 8
 FEW = 64
 RATIOS = ("given", "fresh", "eager")
 
@@ -262,19 +268,20 @@ def page_faults() -> int:
 
 
 def lower_quartiles(runs: list[Callable[[], Any]], seconds: float) -> tuple[list[float], float]:
-    """Microseconds of each, taken in turn; and the page faults a call of the one with the most, a median."""
+    """Microseconds of each, in turns of `TURN` calls; and the page faults a call of the one with the most, a median."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
     faults: list[list[int]] = [[] for _ in runs]
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 5:
+    while time.perf_counter() < end or len(times[0]) < 2 * TURN:
         for run, found, faulted in zip(runs, times, faults, strict=True):
-            before, start = page_faults(), clock()
-            run()
-            found.append((clock() - start) * 1e6)
-            faulted.append(page_faults() - before)
+            for _ in range(TURN):
+                before, start = page_faults(), clock()
+                run()
+                found.append((clock() - start) * 1e6)
+                faulted.append(page_faults() - before)
     return [sorted(found)[len(found) // 4] for found in times], max(map(statistics.median, faults))
 
 
