@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.tile.errors import CompilerError
+from tilewright.tile.runtime.target import run_compiler
 
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--diag-suppress=177")
 """Products and sums round apart, division and square root as IEEE 754 says, and denormals are kept."""
@@ -75,7 +76,10 @@ def compiled(text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
     if nvrtc_file():
         return Nvrtc(nvrtc_file()).compile(text, f"{symbol}.cu", flags)
     if tool := nvcc():
-        return _run_nvcc(tool, text, symbol, flags)
+        with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+            made = Path(folder, f"{symbol}.cubin")
+            log = run_compiler(tool, ["-cubin", "-O3", *flags], text, f"{symbol}.cu", made, SECONDS)
+            return made.read_bytes(), log
     raise CompilerError(missing())
 
 
@@ -125,20 +129,6 @@ class Nvrtc:
     def _check(self, code: int, what: str) -> None:
         if code:
             raise CompilerError(f"{what}: {self._error(code)}")
-
-
-def _run_nvcc(tool: str, text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        given, made = Path(folder, f"{symbol}.cu"), Path(folder, f"{symbol}.cubin")
-        given.write_text(text, encoding="utf-8")
-        command = [tool, "-cubin", "-O3", *flags, str(given), "-o", str(made)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise CompilerError(f"{tool} took more than {SECONDS} s") from None
-        if run.returncode:
-            raise CompilerError(f"{symbol}: nvcc failed ({' '.join(flags)})", (run.stdout + run.stderr)[-4000:])
-        return made.read_bytes(), run.stdout + run.stderr
 
 
 @cache
