@@ -6,6 +6,7 @@ generated code has no header and little of templates, so nothing in it can take 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -141,20 +142,16 @@ def nvrtc_file() -> str:
         major = ((torch.version.cuda if torch is not None else None) or "").split(".")[0]
         return str(max(files, key=lambda f: (f.suffix[1:] == major, int(f.suffix[1:]), str(f))))
     for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
+        with contextlib.suppress(OSError):
             ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
+            return name
     return ""
 
 
 @cache
 def nvcc() -> str:
-    for folder in toolkits():
-        if (folder / "bin/nvcc").is_file():
-            return str(folder / "bin/nvcc")
-    return shutil.which("nvcc") or ""
+    tools = (folder / "bin/nvcc" for folder in toolkits())
+    return next((str(tool) for tool in tools if tool.is_file()), shutil.which("nvcc") or "")
 
 
 def wheels() -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -58,15 +59,11 @@ class Compiler:
 def compiler() -> Compiler | None:
     """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some vector builtins."""
     for name in (os.environ.get("CXX", ""), "g++", "c++"):
-        path = shutil.which(name) if name else None
-        if path is None:
-            continue
-        try:
-            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if "clang" not in run.stdout.lower():
-            return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
+        if path := shutil.which(name):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+                if "clang" not in run.stdout.lower():
+                    return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
     return None
 
 
