@@ -121,9 +121,8 @@ def _place(s: Load | Store) -> str:
 
 def _access(s: Load | Store) -> str:
     """What an access of vectors does."""
-    copied = isinstance(s, Store) and s.source
-    word = "copy" if copied else "load" if isinstance(s, Load) else "store"
-    how = ", to shared memory while the thread goes on" if copied else ""
+    word = "load" if isinstance(s, Load) else "copy" if s.source else "store"
+    how = ", to shared memory while the thread goes on" if word == "copy" else ""
     return f"{word} {_place(s)}: {s.align} bytes at once{how}"
 
 

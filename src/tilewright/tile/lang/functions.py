@@ -55,8 +55,8 @@ class Functions:
             raise TraceError(f"arange({n!r}): needs a count of 1 or more")
         if limit is None:
             return self._arange(n)
-        bound = self._integer(limit, "the limit of an arange is an integer scalar")
-        clamped = self.maximum(self.minimum(bound, n), 0)
+        bound = self._scalar(limit, dtypes.int64, "the limit of an arange is an integer scalar")
+        clamped = self.maximum(self.minimum(Tile(self._t, bound), n), 0)
         return self._arange(ir.Dim(n, clamped.node))
 
     def _arange(self, axis: ir.Axis) -> Tile:
@@ -253,7 +253,8 @@ class Functions:
         """A loop over int64 indices. The body is traced twice, so Python side effects happen twice. With a step below 1
         that only run time knows it does not run."""
         lo, hi = (0, lo) if hi is None else (lo, hi)
-        low, high, by = (self._integer(v, "the bounds of t.range are integer scalars").node for v in (lo, hi, step))
+        problem = "the bounds of t.range are integer scalars"
+        low, high, by = (self._scalar(v, dtypes.int64, problem) for v in (lo, hi, step))
         if isinstance(step, int) and step < 1:
             raise TraceError(f"t.range with step {step}: needs 1 or more")
         for index in self._t.loop(low, high, by):
@@ -262,27 +263,23 @@ class Functions:
     @contextmanager
     def when(self, condition: Any) -> Iterator[None]:
         """Effects that happen only where a scalar condition holds."""
-        test = self._condition(condition, "t.when takes a bool scalar; for tiles mask the store, or use t.where")
+        problem = "t.when takes a bool scalar; for tiles mask the store, or use t.where"
+        test = self._scalar(condition, dtypes.boolean, problem)
         with self._t.inside("when") as region:
             yield
         self._t.effect("when", (test,), body=region)
 
     def check(self, condition: Any, text: str) -> None:
         """In a checked run, an error with this text unless a scalar condition holds. Compiled code does not test it."""
-        test = self._condition(condition, "t.check takes a bool scalar")
+        test = self._scalar(condition, dtypes.boolean, "t.check takes a bool scalar")
         self._t.effect("check", (test,), text=text)
 
-    def _integer(self, value: Any, problem: str) -> Tile:
-        tile = lift(self._t, value, dtypes.int64)
-        if tile.shape or not tile.dtype.integer:
+    def _scalar(self, value: Any, dtype: DType, problem: str) -> ir.Node:
+        """A scalar, as int64 where it is an integer; a bool, where that is asked for."""
+        tile = lift(self._t, value, dtype)
+        if tile.shape or not (tile.dtype == dtype or (tile.dtype.integer and dtype.integer)):
             raise TraceError(problem)
-        return tile.i64()
-
-    def _condition(self, condition: Any, problem: str) -> ir.Node:
-        test = lift(self._t, condition, dtypes.boolean)
-        if test.shape or test.dtype != dtypes.boolean:
-            raise TraceError(problem)
-        return test.node
+        return tile.to(dtype).node
 
     def print(self, text: str, value: Any) -> None:
         """A line for each element of a tile, or one for a scalar, in the program's order: the instance, the text, the

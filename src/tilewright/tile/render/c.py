@@ -22,7 +22,7 @@ INFIX = {
 }  # fmt: skip
 CALLS = {
     "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div<{}>",
-    "mod": "floor_mod<{}>", "philox": "philox",
+    "mod": "floor_mod<{}>", "philox": "philox", "shl": "shift_left<{}, {}>", "shr": "shift_right<{}, {}>",
 }  # fmt: skip
 WHOLE = ("", "_some")
 """Ends of the names of functions that may move a vector at once."""
@@ -107,10 +107,8 @@ def expression(s: ir.Let) -> str:
         to = c_type(s.type)
         return f"({to}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({to}, {args[0]})"
     by = s.args[-1]
-    if s.op in ("shl", "shr") and (isinstance(by, str) or not 0 <= by < 8 * source.dtype.itemsize):
-        name = "shift_left" if s.op == "shl" else "shift_right"
-        return f"{name}<{c_type(s.type)}, {SCALARS[s.type.dtype.name]}>({', '.join(args)})"
-    if s.op in INFIX:
+    far = s.op in ("shl", "shr") and (isinstance(by, str) or not 0 <= by < 8 * source.dtype.itemsize)
+    if s.op in INFIX and not far:
         if s.type.lanes > 1 and source.dtype == float32 and any(isinstance(a, str) for a in s.args):
             args = [t if isinstance(a, str) or not math.isfinite(a) else literal(a, float32)
                     for a, t in zip(s.args, args, strict=True)]  # finite scalars spread by themselves  # fmt: skip
@@ -122,7 +120,7 @@ def expression(s: ir.Let) -> str:
     if s.op in ("neg", "not"):
         return ("-" if s.op == "neg" else "~" if s.type.lanes > 1 else "!") + args[0]
     if s.op in CALLS:
-        return f"{CALLS[s.op].format(c_type(s.type))}({', '.join(args)})"
+        return f"{CALLS[s.op].format(c_type(s.type), SCALARS[s.type.dtype.name])}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 

@@ -87,17 +87,15 @@ def _device(kernel: Kernel, memories: Mapping[str, Memory]) -> str:
 
 def grid_of(kernel: str, grid: Any) -> tuple[int, int, int]:
     """The counts of instances along three axes, of a kernel of this name."""
-    counts = (grid,) if isinstance(grid, (int, np.integer)) else grid
-    if not isinstance(counts, (tuple, list)) or not 1 <= len(counts) <= 3:
+    counts = grid if isinstance(grid, (tuple, list)) else (grid,)
+    if not 1 <= len(counts) <= 3:
         raise TileError(f"{kernel}: the grid is {grid!r}; takes a count of instances, or a tuple of one to three")
-    found = []
     for n in counts:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n < 1 << 62:
             raise TileError(f"{kernel}: the grid is {grid!r}; {n!r} is no count of instances")
-        found.append(int(n))
-    if math.prod(found) >= 1 << 62:
+    first, second, third = (*map(int, counts), 1, 1)[:3]
+    if first * second * third >= 1 << 62:
         raise TileError(f"{kernel}: the grid is {grid!r}: more instances than can be counted")
-    first, second, third = (*found, 1, 1)[:3]
     return first, second, third
 
 
