@@ -40,9 +40,9 @@ def sample(seed: int, size: int = 12) -> Sample:
     width = chance.choice((1, 2, 7, 16, 31, 64, 100, 129, 200))
     types = {"x": dtypes.float32, "w": chance.choice(STORAGE), "y": chance.choice(STORAGE), "z": dtypes.float32,
              "counts": dtypes.int32}  # fmt: skip
-    bounded = chance.random() < 0.7
-    sizes = (None, Most(MOST) if bounded else width)
-    views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
+    shapes = {n: (ROWS, width) if n != "counts" else (ROWS,) for n in types}
+    sizes = (None, Most(MOST) if chance.random() < 0.7 else width)
+    views = {n: ViewType(d, sizes[: len(shapes[n])], chance.random() < 0.85) for n, d in types.items()}
     second = random.Random(seed + 1)
 
     def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
@@ -51,10 +51,7 @@ def sample(seed: int, size: int = 12) -> Sample:
     made = kernel(body, static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
     program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
     numbers, calm = np.random.default_rng(seed), chance.random() < 0.6  # one NaN in a row hides what a sum does
-    arguments: dict[str, Any] = {
-        name: _array(numbers, dtype, (ROWS, width) if name != "counts" else (ROWS,), views[name].unit, calm)
-        for name, dtype in types.items()
-    }
+    arguments: dict[str, Any] = {n: _array(numbers, d, shapes[n], views[n].unit, calm) for n, d in types.items()}
     arguments |= {"a": float(np.float32(numbers.normal())), "k": int(numbers.integers(0, 5))}
     return Sample(program, arguments, (ROWS, 1, 1), ("y",), types)
 

@@ -163,10 +163,8 @@ def statements(body: list[ir.Statement], indent: int, where: bool) -> list[str]:
 
 
 def _statement(s: ir.Statement, where: bool) -> list[str]:
-    if isinstance(s, ir.Let):
-        return [f"const {c_type(s.type)} {s.name} = {expression(s)};"]
-    if isinstance(s, ir.Load):
-        return [f"const {c_type(s.type)} {s.name} = {_load(s)};"]
+    if isinstance(s, (ir.Let, ir.Load)):
+        return [f"const {c_type(s.type)} {s.name} = {expression(s) if isinstance(s, ir.Let) else _load(s)};"]
     if isinstance(s, ir.Store):
         return [_store(s)]
     if isinstance(s, ir.Declare):

@@ -52,15 +52,13 @@ def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -
         try:
             if isinstance(value, Memory) or (hasattr(value, "dtype") and not isinstance(value, np.generic)):
                 memories[name] = memory_of(value)
-                types[name] = type_of(memories[name])
             else:
                 scalars[name] = value.item() if isinstance(value, np.generic) else value
                 types[name] = _scalar(scalars[name])
         except TileError as error:
             raise TileError(f"{kernel.name}: {name}: {error}") from None
     device = _device(kernel, memories)
-    if device != "cpu":
-        types |= {n: replace(type_of(m), align=alignment(m)) for n, m in memories.items()}
+    types |= {n: replace(type_of(m), align=0 if device == "cpu" else alignment(m)) for n, m in memories.items()}
     program = kernel.trace(types)
     _check(program, memories, scalars)
     if device != "cpu":
