@@ -165,7 +165,7 @@ class _Maker:
         """Two axes: a table of 5 x 24, folded along one of them."""
         t = self.t
         i, j = t.arange(5)[:, None], t.arange(24)[None, :]
-        v = (i * 24 + j).f32() * 0.01 + t.load(self.x[self.row, 0])
+        v = (i * 24 + j).f32() * 0.01 + self.t.load(self.x[self.row, 0])
         axis = self.chance.choice((0, 1))
         keep = self.chance.random() < 0.5
         f = t.reduce(v, self.chance.choice(("sum", "max")), axis=axis, keep=keep)
