@@ -40,21 +40,18 @@ def sample(seed: int, size: int = 12) -> Sample:
     width = chance.choice((1, 2, 7, 16, 31, 64, 100, 129, 200))
     types = {"x": dtypes.float32, "w": chance.choice(STORAGE), "y": chance.choice(STORAGE), "z": dtypes.float32,
              "counts": dtypes.int32}  # fmt: skip
-    bounded = chance.random() < 0.7
-    sizes = (None, Most(MOST) if bounded else width)
-    views = {n: ViewType(d, sizes if n != "counts" else (None,), chance.random() < 0.85) for n, d in types.items()}
+    shapes = {n: (ROWS, width) if n != "counts" else (ROWS,) for n in types}
+    sizes = (None, Most(MOST) if chance.random() < 0.7 else width)
+    views = {n: ViewType(d, sizes[: len(shapes[n])], chance.random() < 0.85) for n, d in types.items()}
     second = random.Random(seed + 1)
 
     def body(t: Any, x: Any, w: Any, y: Any, z: Any, counts: Any, a: Any, k: Any) -> None:
-        _Maker(random.Random(second.random()), t, (x, w, y, z, counts), a, k, size).run()
+        _Maker(random.Random(second.random()), t, (x, w, y, z, counts), a, k).run(size)
 
     made = kernel(body, static=dict.fromkeys(("x", "w", "y", "z"), (1,)))
     program = made.trace({**views, "a": dtypes.float32, "k": dtypes.int64})
     numbers, calm = np.random.default_rng(seed), chance.random() < 0.6  # one NaN in a row hides what a sum does
-    arguments: dict[str, Any] = {
-        name: _array(numbers, dtype, (ROWS, width) if name != "counts" else (ROWS,), views[name].unit, calm)
-        for name, dtype in types.items()
-    }
+    arguments: dict[str, Any] = {n: _array(numbers, d, shapes[n], views[n].unit, calm) for n, d in types.items()}
     arguments |= {"a": float(np.float32(numbers.normal())), "k": int(numbers.integers(0, 5))}
     return Sample(program, arguments, (ROWS, 1, 1), ("y",), types)
 
@@ -72,35 +69,29 @@ def _array(numbers: np.random.Generator, dtype: DType, shape: tuple[int, ...], u
         raw = np.abs(raw) % 5 if len(shape) == 1 else raw
     if unit:
         return np.ascontiguousarray(raw)
-    wide = np.zeros((*shape[:-1], 2 * shape[-1]), raw.dtype)
-    wide[..., ::2] = raw
-    return wide[..., ::2]
+    return np.stack([raw, np.zeros_like(raw)], -1).reshape(*shape[:-1], -1)[..., ::2]
 
 
 class _Maker:
     """Grows a pool of values and records effects on them."""
 
-    def __init__(self, chance: random.Random, t: Any, views: Any, a: Any, k: Any, size: int) -> None:
-        self.chance, self.t, self.size = chance, t, size
+    def __init__(self, chance: random.Random, t: Any, views: Any, a: Any, k: Any) -> None:
+        self.chance, self.t, self.k = chance, t, k
         self.x, self.w, self.y, self.z, self.counts = views
-        self.k = k
         self.row = t.program_id(0)
         self.col = t.arange(self.x.shape[1])
         self.at = (self.row, self.col)
         self.pool: list[Any] = [a, t.load(self.x[self.at])]
         self.folds: list[Any] = []
 
-    def run(self) -> None:
+    def run(self, size: int) -> None:
         t, chance = self.t, self.chance
         self.pool.append(t.load(self.w[self.at]).f32())
         if chance.random() < 0.4:
             self.pool.append(t.load(self.x[self.at], mask=self.col < self.k + 3, other=chance.choice((0, 2.5, -1))))
-        steps = (
-            [self.arithmetic] * 8
-            + [self.fold] * 3
-            + [self.loop, self.conditional, self.memory, self.square, self.stage, self.turn]
-        )
-        for _ in range(self.size):
+        rare = [self.loop, self.conditional, self.memory, self.square, self.stage, self.turn]
+        steps = [self.arithmetic] * 8 + [self.fold] * 3 + rare
+        for _ in range(size):
             chance.choice(steps)()
         t.store(self.y[self.at], self.narrow(self.pick(), self.y.dtype))
         if chance.random() < 0.5:
@@ -152,7 +143,7 @@ class _Maker:
             new = total.get() * 0.75 + (i.f32() + (v if self.chance.random() < 2 else 0))
             if new.shape == total.node.shape:
                 total.set(t.minimum(new, 1e6, nan="ignore"))
-            if v.shape and len(v.shape) == 1:
+            if v.shape:
                 total.set(total.get() + t.sum(v) * 0.125)
         self.pool.append(total.get())
 
@@ -161,19 +152,14 @@ class _Maker:
         cell = t.var(v)
         scale = self.pick()
         with t.when(t.load(self.counts[self.row]) > 2):
-            if not scale.shape:
-                cell.set(cell.get() * scale)
-            else:
-                cell.set(cell.get() - 1.0)
+            cell.set(cell.get() - 1.0 if scale.shape else cell.get() * scale)
         self.pool.append(cell.get())
 
     def memory(self) -> None:
         t = self.t
         t.store(self.z[self.at], self.pick() + 0.0)
-        if self.chance.random() < 0.5:
-            self.pool.append(t.load(self.z[self.at]))
-        else:  # in another order: what was stored must be there
-            self.pool.append(t.load(self.z[self.row, self.x.shape[1] - 1 - self.col]))
+        back = self.chance.random() >= 0.5  # in another order: what was stored must be there
+        self.pool.append(t.load(self.z[self.row, self.x.shape[1] - 1 - self.col if back else self.col]))
 
     def square(self) -> None:
         """Two axes or three: a table of 5 x 24, or three of them, folded along one axis."""
@@ -187,10 +173,7 @@ class _Maker:
         axis = self.chance.choice((0, 1))
         keep = self.chance.random() < 0.5
         f = t.reduce(v, self.chance.choice(("sum", "max")), axis=axis, keep=keep)
-        if keep:
-            g = t.max(t.max(v * f, axis=1))
-        else:
-            g = t.sum(f * 0.5)
+        g = t.max(t.max(v * f, axis=1)) if keep else t.sum(f * 0.5)
         if self.chance.random() < 0.5:
             g = g + t.sum(t.max(v.reshape(12, 10), axis=1))
         self.pool.append(g)

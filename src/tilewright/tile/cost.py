@@ -22,7 +22,6 @@ from tilewright.tile.errors import Line, LowerError
 from tilewright.tile.ir.thread_ir import Function, Let, Load, Operand, Parameter, Print, Store
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Program
-from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle.emulator import Machine
 from tilewright.tile.runtime.cuda import check
 from tilewright.tile.schedule import Schedule
@@ -165,8 +164,7 @@ def estimate(program: Program, schedule: Schedule, grid: Grid, gpu: Gpu = H200) 
     Raises:
         LowerError: a loop whose length is only known at run time; a schedule that cannot express the program.
     """
-    check(program, schedule, "")
-    function = lower(program, schedule.vector, schedule)
+    function = check(program, schedule, "")
     axes = [axis for axis in range(3) if grid[axis] > 1]
     places = [(0, 0, 0), *((int(a == 0), int(a == 1), int(a == 2)) for a in axes)]
     one, *others = (_Counter(program, function, gpu, grid, place) for place in places)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_HERE = str(Path(__file__).parent)
+_OWN = (str(Path(__file__).parent), contextlib.__file__, "<")
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,7 @@ class Line:
 def author_line() -> Line:
     """The innermost line on the stack that is not the compiler's own."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if not (file.startswith((_HERE, "<")) or "contextlib" in file):
-            break
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
 

@@ -121,9 +121,8 @@ def _place(s: Load | Store) -> str:
 
 def _access(s: Load | Store) -> str:
     """What an access of vectors does."""
-    copied = isinstance(s, Store) and s.source
-    word = "copy" if copied else "load" if isinstance(s, Load) else "store"
-    how = ", to shared memory while the thread goes on" if copied else ""
+    word = "load" if isinstance(s, Load) else "copy" if s.source else "store"
+    how = ", to shared memory while the thread goes on" if word == "copy" else ""
     return f"{word} {_place(s)}: {s.align} bytes at once{how}"
 
 
@@ -164,9 +163,9 @@ def fusions(kernel: Kernel, arguments: Mapping[str, Argument], grid: int | tuple
             try:
                 found = decide(kernel, place, arguments, grid)
                 times = {"fuse": found.fused_us, "stage": found.staged_us, "materialise": found.apart_us}
-                best = min(times, key=lambda form: times[form])
-                rest = ", ".join(f"{form} {us:.0f}" for form, us in times.items() if form != best and us < math.inf)
-                said = f"{found.choice} {times[best]:.0f} us ({rest})"
+                best = times.pop(found.choice.partition("_")[0])
+                rest = ", ".join(f"{form} {us:.0f}" for form, us in times.items() if us < math.inf)
+                said = f"{found.choice} {best:.0f} us ({rest})"
             except TileError as error:
                 said = f"no decision: {error}"
             out.append(f"fusion        {piece.function.__name__}: {said}")

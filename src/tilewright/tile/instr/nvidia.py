@@ -69,9 +69,7 @@ def types(lanes: int) -> str:
 
 def _each(name: str, arguments: str, value: str) -> Record:
     """A function of scalars and of vectors, which works lane by lane."""
-    given = ", ".join(f"T {a}" for a in arguments.split())
-    autos = ", ".join(f"auto {a}" for a in arguments.split())
-    names = arguments.replace(" ", ", ")
+    given, autos, names = (", ".join(kind + a for a in arguments.split()) for kind in ("T ", "auto ", ""))
     return Record(name, f"template <class T> fn T {name}({given}) {{\n"
                         f"  return each([]({autos}) {{ {value} }}, {names}); }}")  # fmt: skip
 
@@ -186,20 +184,18 @@ FLOATS = (
 )  # fmt: skip
 
 
-def _of_float(target: str, nearest: bool) -> Record:
+def _of_float(target: str, mode: str, way: str) -> Record:
     """Saturating; NaN gives 0."""
-    name, way = (f"{target}_of_float32_nearest", "rni") if nearest else (f"{target}_of_float32_zero", "rzi")
     to = SCALARS[target]
-    kind, wide, at = {"i8": ("s8", "i32", "r"), "u8": ("u8", "u32", "r"), "i32": ("s32", "i32", "r"),
-                      "u32": ("u32", "u32", "r"), "i64": ("s64", "i64", "l")}[to]  # fmt: skip
+    kind, wide, at = to.replace("i", "s"), to.replace("8", "32"), "l" if to == "i64" else "r"
     text = f'{wide} r; asm("cvt.{way}.sat.{kind}.f32 %0, %1;" : "={at}"(r) : "f"(x));'
-    return _lanes(name, "f32", to, f"{text} return x != x ? ({to})0 : ({to})r;")
+    return _lanes(f"{target}_of_float32_{mode}", "f32", to, f"{text} return x != x ? ({to})0 : ({to})r;")
 
 
 CASTS = (
     *(_lanes(f"{a}_of_{b}", SCALARS[b], SCALARS[a], f"return ({SCALARS[a]})x;")
       for a in (*INTEGERS, "float32") for b in (*INTEGERS, "bool") if a != b),
-    *(_of_float(a, nearest) for a in INTEGERS for nearest in (True, False)),
+    *(_of_float(a, mode, way) for a in INTEGERS for mode, way in (("nearest", "rni"), ("zero", "rzi"))),
 )  # fmt: skip
 
 MEMORY = (

@@ -48,9 +48,8 @@ def needed(text: str, records: Sequence[Record], features: Collection[str], lane
     def visit(body: str) -> None:
         for name in sorted(set(re.findall(r"[a-z_][a-z_0-9]*", body)) & names):
             if name not in found:
-                record = choose(records, name, features, lanes)
-                found[name] = record
-                visit(record.text)
+                found[name] = choose(records, name, features, lanes)
+                visit(found[name].text)
                 found[name] = found.pop(name)  # after what it calls
 
     visit(text)

@@ -25,9 +25,8 @@ class StandIn(Fragment):
     (None: no call had a tile and its place), and whether it is a prologue."""
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
-        super().__init__(
-            piece.function, {**piece.bound, "between": between} if form in ("own", "rest") else piece.bound
-        )
+        more = {"between": between} if form in ("own", "rest") else {}
+        super().__init__(piece.function, {**piece.bound, **more})
         self.form, self.rank = form, 0
         self.dtype: DType | None = None
         self.prologue = False

@@ -9,18 +9,7 @@ from typing import Any
 from tilewright.tile import dtypes
 from tilewright.tile.dtypes import DType
 from tilewright.tile.errors import TraceError
-from tilewright.tile.ir.tile_ir import (
-    COMBINES,
-    SCOPES,
-    Axis,
-    Dim,
-    Node,
-    Shape,
-    broadcast_shapes,
-    elements,
-    shape_text,
-    static_size,
-)
+from tilewright.tile.ir import tile_ir as ir
 from tilewright.tile.lang.tiles import Place, Tile, Var, View, axis_of, binary, lift, made, pair, unary, widened
 from tilewright.tile.lang.trace import Recorder
 
@@ -59,18 +48,18 @@ class Functions:
                     f"{view}.shape[{axis}] is only known at run time: list it in static={{{view!r}: ({axis},)}}, or "
                     f"say arange(most, limit={view}.shape[{axis}])"
                 )
-            return self._arange(Dim(most, n.node)) if limit is None else self.arange(most, limit)
+            if limit is None:
+                return self._arange(ir.Dim(most, n.node))
+            n = most
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise TraceError(f"arange({n!r}): needs a count of 1 or more")
         if limit is None:
             return self._arange(n)
-        bound = lift(self._t, limit, dtypes.int64)
-        if bound.shape or not bound.dtype.integer:
-            raise TraceError("the limit of an arange is an integer scalar")
-        clamped = self.maximum(self.minimum(bound.i64(), n), 0)
-        return self._arange(Dim(n, clamped.node))
+        bound = self._scalar(limit, dtypes.int64, "the limit of an arange is an integer scalar")
+        clamped = self.maximum(self.minimum(Tile(self._t, bound), n), 0)
+        return self._arange(ir.Dim(n, clamped.node))
 
-    def _arange(self, axis: Axis) -> Tile:
+    def _arange(self, axis: ir.Axis) -> Tile:
         return Tile(self._t, self._t.add("arange", shape=(axis,)))
 
     # Memory ---------------------------------------------------------------------------------------------------------
@@ -92,8 +81,8 @@ class Functions:
         if new.dtype != view.dtype:
             raise TraceError(f"{view.name} is {view.dtype}, the value {new.dtype}: round it with .to()")
         args = (*self._masked(place, mask), new.node)
-        if broadcast_shapes(new.shape, shape) != shape:
-            raise TraceError(f"a value of shape {shape_text(new.shape)} for a place of shape {shape_text(shape)}")
+        if ir.broadcast_shapes(new.shape, shape) != shape:
+            raise TraceError(f"a value of shape {ir.shape_text(new.shape)} for a place of shape {ir.shape_text(shape)}")
         attrs = {"view": view.name, "masked": mask is not None, **_ordered(shape, order)}
         self._t.effect("store", args, shape=shape, dtype=view.dtype, **attrs)
 
@@ -106,10 +95,10 @@ class Functions:
             order: the axes, the one first along which neighbours are one thread's (vectors lie along it), then threads;
                 what threads are left take the next axis. Without it that is the last axis, and the others are loops.
         """
-        if scope not in SCOPES:
-            raise TraceError(f"a tile waits in {' or '.join(SCOPES)}, not in {scope!r}")
+        if scope not in ir.SCOPES:
+            raise TraceError(f"a tile waits in {' or '.join(ir.SCOPES)}, not in {scope!r}")
         attrs = {"scope": scope, **_ordered(x.shape, order)}
-        if elements(x.shape) == 1:
+        if ir.elements(x.shape) == 1:
             return x
         return Tile(self._t, self._t.effect("stage", (x.node,), shape=x.shape, dtype=x.dtype, **attrs))
 
@@ -118,14 +107,14 @@ class Functions:
             raise TraceError(f"t.{function} takes a place, as x[row, col]")
         return place.view
 
-    def _masked(self, place: Place, mask: Any) -> tuple[Node, ...]:
+    def _masked(self, place: Place, mask: Any) -> tuple[ir.Node, ...]:
         """The operands of an access: indices, and the mask."""
         args = tuple(i.node for i in place.index)
         if mask is None:
             return args
         tile = lift(self._t, mask, dtypes.boolean)
-        if tile.dtype != dtypes.boolean or broadcast_shapes(tile.shape, place.shape) != place.shape:
-            raise TraceError(f"the mask is {tile.dtype}{shape_text(tile.shape)} for {shape_text(place.shape)}")
+        if tile.dtype != dtypes.boolean or ir.broadcast_shapes(tile.shape, place.shape) != place.shape:
+            raise TraceError(f"the mask is {tile.dtype}{ir.shape_text(tile.shape)} for {ir.shape_text(place.shape)}")
         return (*args, tile.node)
 
     # Elements -------------------------------------------------------------------------------------------------------
@@ -135,7 +124,7 @@ class Functions:
         if not isinstance(a, Tile) and not isinstance(b, Tile):
             a = lift(self._t, float(a) if isinstance(b, float) else a)
         left, right = pair(a, b)
-        shape = broadcast_shapes(left.shape, right.shape, test.shape)
+        shape = ir.broadcast_shapes(left.shape, right.shape, test.shape)
         if test.dtype != dtypes.boolean or shape is None:
             raise TraceError(f"where: a condition {test!r} for {left!r} and {right!r}")
         return made("where", test, left, right, shape=shape, dtype=left.dtype)
@@ -144,7 +133,7 @@ class Functions:
         """a * b + c with one rounding, in float32."""
         left, right = pair(a, b)
         _, third = pair(left, c)
-        shape = broadcast_shapes(left.shape, right.shape, third.shape)
+        shape = ir.broadcast_shapes(left.shape, right.shape, third.shape)
         if left.dtype != dtypes.float32 or shape is None:
             raise TraceError("fma takes float32 tiles of shapes that broadcast")
         return made("fma", left, right, third, shape=shape, dtype=dtypes.float32)
@@ -211,7 +200,7 @@ class Functions:
             word: int64, which of the four words, 0 to 3.
         """
         tiles = [lift(self._t, v, dtypes.int64).i64() for v in (seed, counter, row, word)]
-        shape = broadcast_shapes(*(x.shape for x in tiles))
+        shape = ir.broadcast_shapes(*(x.shape for x in tiles))
         if shape is None:
             raise TraceError("the arguments of t.random do not broadcast")
         return made("random", *tiles, shape=shape, dtype=dtypes.uint32)
@@ -225,8 +214,8 @@ class Functions:
             combine: "sum", "prod", "max", "min" (NaN propagates), or "and", "or" on bool.
             keep: leave the axis, with size 1.
         """
-        if combine not in COMBINES:
-            raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(COMBINES))}")
+        if combine not in ir.COMBINES:
+            raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(ir.COMBINES))}")
         if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
             raise TraceError(f"{combine} is not defined on {x.dtype}")
         if x.dtype != dtypes.boolean:
@@ -251,7 +240,7 @@ class Functions:
     def extent(self, x: Tile, axis: int = -1) -> Tile:
         """The size of an axis, as an int64 scalar."""
         _, size = axis_of(x, axis)
-        return Tile(self._t, size.limit) if isinstance(size, Dim) else lift(self._t, static_size(size), dtypes.int64)
+        return Tile(self._t, size.limit) if isinstance(size, ir.Dim) else lift(self._t, size, dtypes.int64)
 
     # Control --------------------------------------------------------------------------------------------------------
 
@@ -264,33 +253,33 @@ class Functions:
         """A loop over int64 indices. The body is traced twice, so Python side effects happen twice. With a step below 1
         that only run time knows it does not run."""
         lo, hi = (0, lo) if hi is None else (lo, hi)
-        bounds = [lift(self._t, v, dtypes.int64) for v in (lo, hi, step)]
-        if any(b.shape or not b.dtype.integer for b in bounds):
-            raise TraceError("the bounds of t.range are integer scalars")
+        problem = "the bounds of t.range are integer scalars"
+        low, high, by = (self._scalar(v, dtypes.int64, problem) for v in (lo, hi, step))
         if isinstance(step, int) and step < 1:
             raise TraceError(f"t.range with step {step}: needs 1 or more")
-        low, high, by = (b.i64().node for b in bounds)
         for index in self._t.loop(low, high, by):
             yield Tile(self._t, index)
 
     @contextmanager
     def when(self, condition: Any) -> Iterator[None]:
         """Effects that happen only where a scalar condition holds."""
-        test = self._condition(condition, "t.when takes a bool scalar; for tiles mask the store, or use t.where")
+        problem = "t.when takes a bool scalar; for tiles mask the store, or use t.where"
+        test = self._scalar(condition, dtypes.boolean, problem)
         with self._t.inside("when") as region:
             yield
         self._t.effect("when", (test,), body=region)
 
     def check(self, condition: Any, text: str) -> None:
         """In a checked run, an error with this text unless a scalar condition holds. Compiled code does not test it."""
-        test = self._condition(condition, "t.check takes a bool scalar")
+        test = self._scalar(condition, dtypes.boolean, "t.check takes a bool scalar")
         self._t.effect("check", (test,), text=text)
 
-    def _condition(self, condition: Any, problem: str) -> Node:
-        test = lift(self._t, condition, dtypes.boolean)
-        if test.shape or test.dtype != dtypes.boolean:
+    def _scalar(self, value: Any, dtype: DType, problem: str) -> ir.Node:
+        """A scalar, as int64 where it is an integer; a bool, where that is asked for."""
+        tile = lift(self._t, value, dtype)
+        if tile.shape or not (tile.dtype == dtype or (tile.dtype.integer and dtype.integer)):
             raise TraceError(problem)
-        return test.node
+        return tile.to(dtype).node
 
     def print(self, text: str, value: Any) -> None:
         """A line for each element of a tile, or one for a scalar, in the program's order: the instance, the text, the
@@ -308,13 +297,13 @@ class Functions:
         self._t.effect("print", (tile.node,), shape=tile.shape, dtype=tile.dtype, text=text)
 
 
-def _ordered(shape: Shape, order: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
+def _ordered(shape: ir.Shape, order: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
     """The attribute of an order, where one is given."""
     if order is None:
         return {}
     axes = tuple(k % max(len(shape), 1) if isinstance(k, int) and -len(shape) <= k < len(shape) else k for k in order)
     if sorted(axes, key=str) != [*range(len(shape))]:
-        raise TraceError(f"order={order!r} for a tile of shape {shape_text(shape)}: name each axis once")
+        raise TraceError(f"order={order!r} for a tile of shape {ir.shape_text(shape)}: name each axis once")
     return {"order": axes}
 
 

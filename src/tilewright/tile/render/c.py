@@ -13,20 +13,7 @@ import numpy as np
 from tilewright.tile.dtypes import DType, boolean, float32, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.instr.record import SCALARS
-from tilewright.tile.ir.thread_ir import (
-    Assign,
-    Barrier,
-    Declare,
-    If,
-    Let,
-    Load,
-    Operand,
-    Print,
-    Statement,
-    Store,
-    Type,
-    Wait,
-)
+from tilewright.tile.ir import thread_ir as ir
 from tilewright.tile.ir.tile_ir import COMPARISONS
 
 INFIX = {
@@ -35,7 +22,7 @@ INFIX = {
 }  # fmt: skip
 CALLS = {
     "abs": "abs_of", "sqrt": "sqrt_of", "fma": "fma_of", "ldexp": "ldexp_of", "floordiv": "floor_div<{}>",
-    "mod": "floor_mod<{}>", "philox": "philox",
+    "mod": "floor_mod<{}>", "philox": "philox", "shl": "shift_left<{}, {}>", "shr": "shift_right<{}, {}>",
 }  # fmt: skip
 WHOLE = ("", "_some")
 """Ends of the names of functions that may move a vector at once."""
@@ -47,7 +34,7 @@ def symbol_of(name: str, text: str) -> str:
     return f"tile_{plain}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def c_type(type: Type) -> str:
+def c_type(type: ir.Type) -> str:
     if type.lanes == 1:
         return SCALARS[type.dtype.name]
     return "i32v" if type.dtype == boolean else SCALARS[type.dtype.name] + "v"
@@ -58,7 +45,7 @@ def element(dtype: DType) -> str:
     return "u8" if dtype == boolean else SCALARS[dtype.name]
 
 
-def literal(value: Operand, dtype: DType) -> str:
+def literal(value: ir.Operand, dtype: DType) -> str:
     """A constant of a dtype."""
     if dtype == boolean:
         return "true" if value else "false"
@@ -76,7 +63,7 @@ def literal(value: Operand, dtype: DType) -> str:
     return f"(i32){value}" if value == -(1 << 31) else str(value)
 
 
-def operand(value: Operand, type: Type) -> str:
+def operand(value: ir.Operand, type: ir.Type) -> str:
     """An operand of this type; constants of vectors are spread out."""
     if isinstance(value, str):
         return value
@@ -89,7 +76,7 @@ def operand(value: Operand, type: Type) -> str:
     return f"splat(({name}){text})" if type.dtype != float32 else f"splat({text})"
 
 
-def expression(s: Let) -> str:
+def expression(s: ir.Let) -> str:
     """The right-hand side of a Let."""
     source = s.operands or s.type
     if s.op == "element":
@@ -101,15 +88,15 @@ def expression(s: Let) -> str:
     args = [operand(a, source) for a in s.args]
     if s.op == "copy":
         return args[0]
-    if s.op in ("splat", "iota", "below", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
-        return f"0 < {args[0]}" if s.op == "below" else args[0]
+    if s.op in ("splat", "iota", "fold") and s.type.lanes == source.lanes == 1:  # a vector is a scalar
+        return args[0]
     if s.op == "splat":
         plain = source.dtype.computes or source.dtype == boolean
         return f"splat({args[0]})" if plain else f"{c_type(s.type)}{{}} + {args[0]}"
     if s.op == "iota":
         return f"PLACES + {args[0]}"
     if s.op == "below":
-        return f"lanes_below({args[0]})"
+        return f"lanes_below({args[0]})" if s.type.lanes > 1 else f"0 < {args[0]}"
     if s.op == "fold":
         return f"fold_{s.mode}({args[0]})" + (" != 0" if s.type.dtype == boolean else "")
     if s.mode == "fast":
@@ -120,10 +107,8 @@ def expression(s: Let) -> str:
         to = c_type(s.type)
         return f"({to}){args[0]}" if s.type.lanes > 1 else f"__builtin_bit_cast({to}, {args[0]})"
     by = s.args[-1]
-    if s.op in ("shl", "shr") and (isinstance(by, str) or not 0 <= by < 8 * source.dtype.itemsize):
-        name = "shift_left" if s.op == "shl" else "shift_right"
-        return f"{name}<{c_type(s.type)}, {SCALARS[s.type.dtype.name]}>({', '.join(args)})"
-    if s.op in INFIX:
+    far = s.op in ("shl", "shr") and (isinstance(by, str) or not 0 <= by < 8 * source.dtype.itemsize)
+    if s.op in INFIX and not far:
         if s.type.lanes > 1 and source.dtype == float32 and any(isinstance(a, str) for a in s.args):
             args = [t if isinstance(a, str) or not math.isfinite(a) else literal(a, float32)
                     for a, t in zip(s.args, args, strict=True)]  # finite scalars spread by themselves  # fmt: skip
@@ -135,14 +120,14 @@ def expression(s: Let) -> str:
     if s.op in ("neg", "not"):
         return ("-" if s.op == "neg" else "~" if s.type.lanes > 1 else "!") + args[0]
     if s.op in CALLS:
-        return f"{CALLS[s.op].format(c_type(s.type))}({', '.join(args)})"
+        return f"{CALLS[s.op].format(c_type(s.type), SCALARS[s.type.dtype.name])}({', '.join(args)})"
     raise LowerError(f"C++ has no {s.op}", s.line)
 
 
-_TEST = Type(boolean)
+_TEST = ir.Type(boolean)
 
 
-def _select(s: Let) -> str:
+def _select(s: ir.Let) -> str:
     a, b = (operand(x, s.type) for x in s.args[1:])
     test = operand(s.args[0], _TEST)
     if any(isinstance(x, float) and str(x) == "-0.0" for x in s.args[1:]):
@@ -150,7 +135,7 @@ def _select(s: Let) -> str:
     return f"select_of<{c_type(s.type)}>({test}, {a}, {b})" if s.type.lanes > 1 else f"{test} ? {a} : {b}"
 
 
-def _cast(s: Let, source: Type, arg: str) -> str:
+def _cast(s: ir.Let, source: ir.Type, arg: str) -> str:
     target, origin = s.type.dtype, source.dtype
     if origin == float32 and target.integer:
         return f"{target}_of_float32_{'nearest' if 'nearest' in s.mode else 'zero'}({arg})"
@@ -165,41 +150,39 @@ def _cast(s: Let, source: Type, arg: str) -> str:
     return f"{target}_of_{origin}({arg})"
 
 
-def statements(body: list[Statement], indent: int, where: bool) -> list[str]:
+def statements(body: list[ir.Statement], indent: int, where: bool) -> list[str]:
     """A body, one statement a line; `where`: with the author's line in a comment where it changes."""
     out: list[str] = []
-    last = ""
+    last = None
     for s in body:
-        line = getattr(s, "line", None)
-        comment = f"  // {line}" if where and line is not None and str(line) != last else ""
-        last = str(line) if line is not None else last
-        out += [" " * indent + text + (comment if i == 0 else "") for i, text in enumerate(_statement(s, where))]
+        line = getattr(s, "line", None) or last
+        comment = f"  // {line}" if where and line != last else ""
+        last, (first, *rest) = line, _statement(s, where)
+        out += [" " * indent + text for text in (first + comment, *rest)]
     return out
 
 
-def _statement(s: Statement, where: bool) -> list[str]:
-    if isinstance(s, Let):
-        return [f"const {c_type(s.type)} {s.name} = {expression(s)};"]
-    if isinstance(s, Load):
-        return [f"const {c_type(s.type)} {s.name} = {_load(s)};"]
-    if isinstance(s, Store):
+def _statement(s: ir.Statement, where: bool) -> list[str]:
+    if isinstance(s, (ir.Let, ir.Load)):
+        return [f"const {c_type(s.type)} {s.name} = {expression(s) if isinstance(s, ir.Let) else _load(s)};"]
+    if isinstance(s, ir.Store):
         return [_store(s)]
-    if isinstance(s, Declare):
+    if isinstance(s, ir.Declare):
         value = operand(s.value, s.type)
         if s.count:
             each = f"UNROLL({s.count}) for (int r = 0; r < {s.count}; r++)"
             return [f"{c_type(s.type)} {s.name}[{s.count}]; {each} {s.name}[r] = {value};"]
         return [f"{c_type(s.type)} {s.name} = {value};"]
-    if isinstance(s, Assign):
+    if isinstance(s, ir.Assign):
         place = s.name if s.index is None else f"{s.name}[{s.index}]"
         return [f"{place} = {operand(s.value, s.type)};"]
-    if isinstance(s, If):
+    if isinstance(s, ir.If):
         return [f"if ({s.condition}) {{", *statements(s.body, 2, where), "}"]
-    if isinstance(s, Print):
+    if isinstance(s, ir.Print):
         return [_print(s)]
-    if isinstance(s, Wait):
+    if isinstance(s, ir.Wait):
         return ["copies_wait();"]
-    if isinstance(s, Barrier):
+    if isinstance(s, ir.Barrier):
         return [f"{s.scope}_barrier();" + (f"  // {s.why}" if where and s.why else "")]
     head = f"for (i64 {s.var} = {s.lo}; {s.var} < {s.hi}; {s.var} += {s.step}) {{"
     if s.any_step:
@@ -210,11 +193,11 @@ def _statement(s: Statement, where: bool) -> list[str]:
     return [head, *statements(s.body, 2, where), "}"]
 
 
-def _place(s: Load | Store) -> str:
+def _place(s: ir.Load | ir.Store) -> str:
     return s.memory if s.index == 0 else f"{s.memory} + {s.index}"
 
 
-def _reached(s: Load | Store) -> tuple[str, list[Operand]]:
+def _reached(s: ir.Load | ir.Store) -> tuple[str, list[ir.Operand]]:
     """How a vector is reached: the end of the function's name, and what it is given."""
     if s.scattered:
         return ("_at", [s.memory, s.index]) if s.mask is None else ("_at_where", [s.memory, s.index, s.mask])
@@ -225,13 +208,13 @@ def _reached(s: Load | Store) -> tuple[str, list[Operand]]:
     return ("_every", [_place(s), s.stride]) if s.stride != 1 else ("", [_place(s)])
 
 
-def _vector(s: Load | Store, end: str) -> str:
+def _vector(s: ir.Load | ir.Store, end: str) -> str:
     """The type of a vector in memory, and its alignment, where a function asks for that."""
     vector = "u8v" if s.type.dtype == boolean else c_type(s.type)
     return f"{vector}, {s.align}" if s.align and end in WHOLE else vector
 
 
-def _load(s: Load) -> str:
+def _load(s: ir.Load) -> str:
     if s.type.lanes == 1:
         text = f"{s.memory}[{s.index}]"
         if s.mask is not None:
@@ -244,7 +227,7 @@ def _load(s: Load) -> str:
     return f"mask_of_bytes({text})" if s.type.dtype == boolean else text
 
 
-def _store(s: Store) -> str:
+def _store(s: ir.Store) -> str:
     if s.source:
         return f"copy_async<{s.align}>({_place(s)}, {s.source} + {s.value}{'' if s.count is None else f', {s.count}'});"
     value = operand(s.value, s.type)
@@ -257,7 +240,7 @@ def _store(s: Store) -> str:
     return f"store{end}{typed}({', '.join(map(str, given))});"
 
 
-def _print(s: Print) -> str:
+def _print(s: ir.Print) -> str:
     value = operand(s.value, s.type) + ("[l]" if s.type.lanes > 1 else "")
     real = s.type.dtype.floating
     value = f"(double)({value} != {value} ? NOT_A_NUMBER : {value})" if real else f"(i64)({value})"  # some NaN are -nan
@@ -268,7 +251,7 @@ def _print(s: Print) -> str:
     return f"for (int l = 0; l < {s.count or s.type.lanes}; l++) {line}" if s.type.lanes > 1 else line
 
 
-def _other(s: Load) -> str:
+def _other(s: ir.Load) -> str:
     """What a masked-off element is, in the bits of memory."""
     dtype = s.type.dtype
     if dtype == float32:

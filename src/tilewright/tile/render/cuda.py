@@ -36,13 +36,16 @@ def source(function: Function, offsets: dict[str, int], shared: int) -> Source:
     shape = f"{function.threads} {function.instances}"
     told = "".join([*head, repr(function.parameters), repr(offsets), shape, plain])
     symbol = symbol_of(function.name, told)
-    parts = ["// made by tilewright.tile", *head, ""]
-    parts.append(f'extern "C" __global__ void __launch_bounds__({function.threads * function.instances})')
-    given = [_argument(p, p.of in function.read_only) for p in arguments(function)]
-    parts.append(f"{symbol}({', '.join([*given, *(f'const i64 {g}' for g in GRID)])}) {{")
-    wrapped = [p for p in arguments(function) if p.kind == "pointer" and p.of in function.read_only]
-    parts += [f"  const ReadOnly<{element(p.dtype)}> {p.name} = {{{p.name}_}};" for p in wrapped]
-    parts += [*_places(function), *_arrays(function, offsets, shared), body, "}", ""]
+    passed = arguments(function)
+    wrapped = [p for p in passed if p.kind == "pointer" and p.of in function.read_only]
+    given = [*(_argument(p, p in wrapped) for p in passed), *(f"const i64 {count}" for count in GRID)]
+    parts = [
+        "// made by tilewright.tile", *head, "",
+        f'extern "C" __global__ void __launch_bounds__({function.threads * function.instances})',
+        f"{symbol}({', '.join(given)}) {{",
+        *(f"  const ReadOnly<{element(p.dtype)}> {p.name} = {{{p.name}_}};" for p in wrapped),
+        *_places(function), *_arrays(function, offsets, shared), body, "}", "",
+    ]  # fmt: skip
     return Source("\n".join(parts), symbol, shared * function.instances)
 
 

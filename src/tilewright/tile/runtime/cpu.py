@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-import signal
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from tilewright.tile.lower.kernel import lower
 from tilewright.tile.render import cpu as render
 from tilewright.tile.runtime.forked import is_child
 from tilewright.tile.runtime.store import Store, compiler_digest
-from tilewright.tile.runtime.target import Cpu, need_compiler, this_cpu
+from tilewright.tile.runtime.target import Cpu, need_compiler, run_compiler, this_cpu
 
 FLAGS = (
     "-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
@@ -80,21 +76,4 @@ def compile_all(programs: Sequence[Program], cpu: Cpu | None = None, flags: Sequ
 
 
 def _build(text: str, place: Path, cpu: Cpu, flags: Sequence[str]) -> None:
-    tool = need_compiler()
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        file = Path(folder) / "kernel.cc"
-        file.write_text(text, encoding="utf-8")
-        command = [tool.path, *flags, *cpu.flags(), str(file), "-o", str(place)]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            errors="replace", env={**os.environ, "TMPDIR": folder}, start_new_session=True,
-        ) as run:  # fmt: skip
-            try:
-                _, said = run.communicate(timeout=SECONDS)
-            except BaseException as error:
-                os.killpg(run.pid, signal.SIGKILL)  # a driver that dies leaves its passes behind
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise CompilerError(f"{tool.path} took more than {SECONDS} s") from None
-                raise
-    if run.returncode:
-        raise CompilerError(f"{tool.path} refused generated code ({run.returncode})", said[-4000:])
+    run_compiler(need_compiler().path, [*flags, *cpu.flags()], text, "kernel.cc", place, SECONDS)

@@ -160,10 +160,13 @@ def lowered(program: Program, schedule: Schedule, arch: str = "") -> tuple[Funct
     return function, arrange(function, most_bytes(arch))
 
 
-def check(program: Program, schedule: Schedule, arch: str) -> None:
-    """Raises where `lowered` would, and takes a fraction of its time where there is room enough."""
-    if most_needed(lower(program, schedule.vector, schedule)) > most_bytes(arch):
+def check(program: Program, schedule: Schedule, arch: str) -> Function:
+    """What each thread does, but for barriers. Raises where `lowered` would, and takes a fraction of its time where
+    there is room enough."""
+    function = lower(program, schedule.vector, schedule)
+    if most_needed(function) > most_bytes(arch):
         lowered(program, schedule, arch)
+    return function
 
 
 def text_of(program: Program, schedule: Schedule | None = None, arch: str = "") -> tuple[Function, render.Source]:

@@ -52,15 +52,13 @@ def launch(kernel: Kernel, grid: tuple[int, ...], /, *args: Any, **named: Any) -
         try:
             if isinstance(value, Memory) or (hasattr(value, "dtype") and not isinstance(value, np.generic)):
                 memories[name] = memory_of(value)
-                types[name] = type_of(memories[name])
             else:
                 scalars[name] = value.item() if isinstance(value, np.generic) else value
                 types[name] = _scalar(scalars[name])
         except TileError as error:
             raise TileError(f"{kernel.name}: {name}: {error}") from None
     device = _device(kernel, memories)
-    if device != "cpu":
-        types |= {n: replace(type_of(m), align=alignment(m)) for n, m in memories.items()}
+    types |= {n: replace(type_of(m), align=0 if device == "cpu" else alignment(m)) for n, m in memories.items()}
     program = kernel.trace(types)
     _check(program, memories, scalars)
     if device != "cpu":
@@ -87,17 +85,15 @@ def _device(kernel: Kernel, memories: Mapping[str, Memory]) -> str:
 
 def grid_of(kernel: str, grid: Any) -> tuple[int, int, int]:
     """The counts of instances along three axes, of a kernel of this name."""
-    counts = (grid,) if isinstance(grid, (int, np.integer)) else grid
-    if not isinstance(counts, (tuple, list)) or not 1 <= len(counts) <= 3:
+    counts = grid if isinstance(grid, (tuple, list)) else (grid,)
+    if not 1 <= len(counts) <= 3:
         raise TileError(f"{kernel}: the grid is {grid!r}; takes a count of instances, or a tuple of one to three")
-    found = []
     for n in counts:
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n < 1 << 62:
             raise TileError(f"{kernel}: the grid is {grid!r}; {n!r} is no count of instances")
-        found.append(int(n))
-    if math.prod(found) >= 1 << 62:
+    first, second, third = (*map(int, counts), 1, 1)[:3]
+    if first * second * third >= 1 << 62:
         raise TileError(f"{kernel}: the grid is {grid!r}: more instances than can be counted")
-    first, second, third = (*found, 1, 1)[:3]
     return first, second, third
 
 

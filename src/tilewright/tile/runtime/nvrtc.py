@@ -6,6 +6,7 @@ generated code has no header and little of templates, so nothing in it can take 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -21,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.tile.errors import CompilerError
+from tilewright.tile.runtime.target import run_compiler
 
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v", "--diag-suppress=177")
 """Products and sums round apart, division and square root as IEEE 754 says, and denormals are kept."""
@@ -75,7 +77,10 @@ def compiled(text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
     if nvrtc_file():
         return Nvrtc(nvrtc_file()).compile(text, f"{symbol}.cu", flags)
     if tool := nvcc():
-        return _run_nvcc(tool, text, symbol, flags)
+        with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+            made = Path(folder, f"{symbol}.cubin")
+            log = run_compiler(tool, ["-cubin", "-O3", *flags], text, f"{symbol}.cu", made, SECONDS)
+            return made.read_bytes(), log
     raise CompilerError(missing())
 
 
@@ -127,20 +132,6 @@ class Nvrtc:
             raise CompilerError(f"{what}: {self._error(code)}")
 
 
-def _run_nvcc(tool: str, text: str, symbol: str, flags: Sequence[str]) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-        given, made = Path(folder, f"{symbol}.cu"), Path(folder, f"{symbol}.cubin")
-        given.write_text(text, encoding="utf-8")
-        command = [tool, "-cubin", "-O3", *flags, str(given), "-o", str(made)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise CompilerError(f"{tool} took more than {SECONDS} s") from None
-        if run.returncode:
-            raise CompilerError(f"{symbol}: nvcc failed ({' '.join(flags)})", (run.stdout + run.stderr)[-4000:])
-        return made.read_bytes(), run.stdout + run.stderr
-
-
 @cache
 def nvrtc_file() -> str:
     """NVRTC in the wheels, in the toolkit, or where the loader looks; "" where it is nowhere."""
@@ -151,20 +142,16 @@ def nvrtc_file() -> str:
         major = ((torch.version.cuda if torch is not None else None) or "").split(".")[0]
         return str(max(files, key=lambda f: (f.suffix[1:] == major, int(f.suffix[1:]), str(f))))
     for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
+        with contextlib.suppress(OSError):
             ctypes.CDLL(name)
-        except OSError:
-            continue
-        return name
+            return name
     return ""
 
 
 @cache
 def nvcc() -> str:
-    for folder in toolkits():
-        if (folder / "bin/nvcc").is_file():
-            return str(folder / "bin/nvcc")
-    return shutil.which("nvcc") or ""
+    tools = (folder / "bin/nvcc" for folder in toolkits())
+    return next((str(tool) for tool in tools if tool.is_file()), shutil.which("nvcc") or "")
 
 
 def wheels() -> list[Path]:

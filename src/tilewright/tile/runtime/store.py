@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -120,14 +120,12 @@ class Store:
         """Remove what was least lately written, beyond the most bytes, and what killed processes left behind."""
         old, found = time.time() - LEFTOVER_SECONDS, []
         for path in self.where.glob("*.so"):
-            try:
+            with suppress(OSError):
                 status = path.stat()
                 if path.name.startswith(".") and status.st_mtime < old:
                     path.unlink()
-                    continue
-            except OSError:
-                continue
-            found.append((status.st_mtime, status.st_size, path))
+                else:
+                    found.append((status.st_mtime, status.st_size, path))
         total = 0
         for _, size, path in sorted(found, reverse=True):
             total += size

@@ -1,11 +1,15 @@
-"""The CPU that code is made for: its features by name, and the compiler that is here."""
+"""The CPU that code is made for: its features by name, and the compiler that is here. How a compiler is run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,15 +59,11 @@ class Compiler:
 def compiler() -> Compiler | None:
     """The first GNU compiler of `CXX`, g++ and c++; None where there is none. Clang lacks some vector builtins."""
     for name in (os.environ.get("CXX", ""), "g++", "c++"):
-        path = shutil.which(name) if name else None
-        if path is None:
-            continue
-        try:
-            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if "clang" not in run.stdout.lower():
-            return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
+        if path := shutil.which(name):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+                if "clang" not in run.stdout.lower():
+                    return Compiler(path, run.stdout.splitlines()[0] if run.stdout else "")
     return None
 
 
@@ -80,3 +80,29 @@ def need_compiler() -> Compiler:
     if found is None or missing():
         raise CompilerError(f"{missing()}; install g++")
     return found
+
+
+def run_compiler(tool: str, flags: Sequence[str], text: str, name: str, made: Path, seconds: float) -> str:
+    """Compile a source, under the name of a file, and return what the compiler said.
+
+    Raises:
+        CompilerError: it refused, or took longer than so many seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        file = Path(folder, name)
+        file.write_text(text, encoding="utf-8")
+        with subprocess.Popen(
+            [tool, *flags, str(file), "-o", str(made)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, "TMPDIR": folder},
+            start_new_session=True,
+        ) as run:  # fmt: skip
+            try:
+                said, _ = run.communicate(timeout=seconds)
+            except BaseException as error:
+                os.killpg(run.pid, signal.SIGKILL)  # a driver that dies leaves its passes behind
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise CompilerError(f"{tool} took more than {seconds} s") from None
+                raise
+    if run.returncode:
+        raise CompilerError(f"{tool} refused {name} ({run.returncode}; {' '.join(flags)})", said[-4000:])
+    return said
