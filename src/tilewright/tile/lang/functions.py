@@ -301,8 +301,9 @@ def _ordered(shape: ir.Shape, order: tuple[int, ...] | None) -> dict[str, tuple[
     """The attribute of an order, where one is given."""
     if order is None:
         return {}
-    axes = tuple(k % max(len(shape), 1) if isinstance(k, int) and -len(shape) <= k < len(shape) else k for k in order)
-    if sorted(axes, key=str) != [*range(len(shape))]:
+    rank, given = len(shape), order if isinstance(order, (tuple, list)) else (order,)
+    axes = tuple(k + rank if isinstance(k, int) and k < 0 else k for k in given)
+    if len(axes) != rank or any(axes.count(k) != 1 for k in range(rank)):
         raise TraceError(f"order={order!r} for a tile of shape {ir.shape_text(shape)}: name each axis once")
     return {"order": axes}
 
