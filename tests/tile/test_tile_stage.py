@@ -299,11 +299,26 @@ def test_requests_that_are_none_are_refused_with_their_line() -> None:
     for how, said in (({"scope": "global"}, "register or shared"), ({"scope": "shared", "order": (0,)}, "each axis"),
                       ({"scope": "shared", "order": (0, 0)}, "each axis"),
                       ({"scope": "shared", "order": (0, 2)}, "each axis"),
-                      ({"scope": "shared", "order": ("a", 1)}, "each axis")):  # fmt: skip
+                      ({"scope": "shared", "order": ("a", 1)}, "each axis"),
+                      ({"scope": "shared", "order": 0}, "each axis"),
+                      ({"scope": "shared", "order": (0.0, 1.0)}, "each axis")):  # fmt: skip
         with pytest.raises(TraceError, match=said) as error:
             asked(**how)
         assert "test_tile_stage.py" in str(error.value)
     asked(scope="shared", order=(-2, -1))
+
+
+def test_what_is_staged_is_lifted_or_refused() -> None:
+    def staged(what: Any) -> Any:
+        def kernel(t: Any, x: Any, y: Any) -> None:
+            t.store(y[0, t.arange(8)], t.stage(what(t, x), "shared"))
+
+        return tile.kernel(kernel, static={"x": (0,)}).trace(dict.fromkeys("xy", ViewType(tile.float32, (4, 8))))
+
+    staged(lambda t, x: 1.0)
+    for what in (lambda t, x: None, lambda t, x: t.var(0.0), lambda t, x: x):
+        with pytest.raises(TraceError, match="test_tile_stage.py"):
+            staged(what)
 
 
 # The decision ---------------------------------------------------------------------------------------------------------

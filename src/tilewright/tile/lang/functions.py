@@ -108,6 +108,7 @@ class Functions:
         """
         if scope not in SCOPES:
             raise TraceError(f"a tile waits in {' or '.join(SCOPES)}, not in {scope!r}")
+        x = lift(self._t, x)
         attrs = {"scope": scope, **_ordered(x.shape, order)}
         if elements(x.shape) == 1:
             return x
@@ -312,8 +313,9 @@ def _ordered(shape: Shape, order: tuple[int, ...] | None) -> dict[str, tuple[int
     """The attribute of an order, where one is given."""
     if order is None:
         return {}
-    axes = tuple(k % max(len(shape), 1) if isinstance(k, int) and -len(shape) <= k < len(shape) else k for k in order)
-    if sorted(axes, key=str) != [*range(len(shape))]:
+    rank, given = len(shape), order if isinstance(order, (tuple, list)) else ()
+    axes = tuple(k % rank if isinstance(k, int) and -rank <= k < rank else -1 for k in given)
+    if sorted(axes) != [*range(rank)]:
         raise TraceError(f"order={order!r} for a tile of shape {shape_text(shape)}: name each axis once")
     return {"order": axes}
 
