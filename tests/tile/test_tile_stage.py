@@ -317,7 +317,7 @@ def test_what_is_staged_is_lifted_or_refused() -> None:
 
     staged(lambda t, x: 1.0)
     for what in (lambda t, x: None, lambda t, x: t.var(0.0), lambda t, x: x):
-        with pytest.raises(TraceError, match="test_tile_stage.py"):
+        with pytest.raises(TraceError, match=r"test_tile_stage\.py"):
             staged(what)
 
 
