@@ -455,3 +455,14 @@ def test_a_chain_of_diamonds_is_planned_at_once() -> None:
 
     program = tile.kernel(body, static={"x": (1,)}).trace({"x": ROW, "y": ROW})
     assert estimate(program, Schedule(256, 1, 8), (1, 1, 1)).us > 0
+
+
+def test_a_fragment_has_no_tensor_of_the_name_of_the_one_in_between() -> None:
+    @tile.fragment
+    def scaled(t: Any, v: Any, at: Any, between: Any) -> Any:
+        return v * t.load(between[at]).f32()
+
+    made = norm.bind(prologue=scaled(object()), epilogue=tile.store_as(object()))
+    types = {"x": ROW, "rstd": ViewType(tile.float32, (None,)), "prologue_between": ROW, "epilogue_y": ROW}
+    with pytest.raises(TileError, match="parameter `between`"):
+        decide(made, "prologue", types, 64)

@@ -301,11 +301,48 @@ def test_requests_that_are_none_are_refused_with_their_line() -> None:
                       ({"scope": "shared", "order": (0, 2)}, "each axis"),
                       ({"scope": "shared", "order": ("a", 1)}, "each axis"),
                       ({"scope": "shared", "order": 1}, "each axis"),
-                      ({"scope": "shared", "order": ([], 1)}, "each axis")):  # fmt: skip
+                      ({"scope": "shared", "order": ([], 1)}, "each axis"),
+                      ({"scope": "shared", "order": 0}, "each axis"),
+                      ({"scope": "shared", "order": (0.0, 1.0)}, "each axis")):  # fmt: skip
         with pytest.raises(TraceError, match=said) as error:
             asked(**how)
         assert "test_tile_stage.py" in str(error.value)
     asked(scope="shared", order=(-2, -1))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("along", [0, 1])
+def test_what_waits_along_one_axis_is_written_once(order: tuple[int, int], along: int) -> None:
+    @tile.kernel
+    def kernel(t: Any, x: Any, u: Any, y: Any) -> None:
+        at = t.arange(8)[:, None], t.arange(32)[None, :]
+        c = t.load(u[0, at[along]])
+        c = c * t.exp(c) + t.exp(c + 1.0)  # dearer than to wait
+        s = t.stage(t.load(x[at]) * c, "shared", order)
+        t.store(y[at], s - c, order=order)
+
+    program = kernel.trace(dict.fromkeys("xuy", ViewType(tile.float32, (None, None))))
+    rng = np.random.default_rng(0)
+    base = {n: rng.random((8, 32), np.float32) for n in "xuy"}
+    for schedule in (Schedule(32, 1, 4), Schedule(128, 1, 2)):
+        want, mine = ({n: v.copy() for n, v in base.items()} for _ in range(2))
+        run(program, want, (1,))
+        function, arena = cuda.lowered(program, schedule)
+        emulator.run(function, mine, (1,), arena=arena.offsets)
+        assert np.array_equal(mine["y"], want["y"])
+
+
+def test_what_is_staged_is_lifted_or_refused() -> None:
+    def staged(what: Any) -> Any:
+        def kernel(t: Any, x: Any, y: Any) -> None:
+            t.store(y[0, t.arange(8)], t.stage(what(t, x), "shared"))
+
+        return tile.kernel(kernel, static={"x": (0,)}).trace(dict.fromkeys("xy", ViewType(tile.float32, (4, 8))))
+
+    staged(lambda t, x: 1.0)
+    for what in (lambda t, x: None, lambda t, x: t.var(0.0), lambda t, x: x):
+        with pytest.raises(TraceError, match=r"test_tile_stage\.py"):
+            staged(what)
 
 
 # The decision ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from tilewright.tile.analysis.parting import Called
 from tilewright.tile.analysis.places import turned
 from tilewright.tile.dtypes import DType, float8_e4m3fn
+from tilewright.tile.errors import TileError
 from tilewright.tile.ir.tile_ir import Node
 from tilewright.tile.lang.functions import Functions
 from tilewright.tile.lang.kernel import Fragment, Kernel
@@ -25,6 +26,8 @@ class StandIn(Fragment):
     (None: no call had a tile and its place), and whether it is a prologue."""
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
+        if "between" in piece.parameters:
+            raise TileError(f"{piece.__name__} has a parameter `between`, as the tensor in between is called")
         more = {"between": between} if form in ("own", "rest") else {}
         super().__init__(piece.function, {**piece.bound, **more})
         self.form, self.rank = form, 0

@@ -97,6 +97,7 @@ class Functions:
         """
         if scope not in ir.SCOPES:
             raise TraceError(f"a tile waits in {' or '.join(ir.SCOPES)}, not in {scope!r}")
+        x = lift(self._t, x)
         attrs = {"scope": scope, **_ordered(x.shape, order)}
         if ir.elements(x.shape) == 1:
             return x
@@ -301,9 +302,9 @@ def _ordered(shape: ir.Shape, order: tuple[int, ...] | None) -> dict[str, tuple[
     """The attribute of an order, where one is given."""
     if order is None:
         return {}
-    rank, given = len(shape), order if isinstance(order, (tuple, list)) else (order,)
-    axes = tuple(k + rank if isinstance(k, int) and k < 0 else k for k in given)
-    if len(axes) != rank or any(axes.count(k) != 1 for k in range(rank)):
+    rank, given = len(shape), order if isinstance(order, (tuple, list)) else ()
+    axes = tuple(k % rank if isinstance(k, int) and -rank <= k < rank else -1 for k in given)
+    if sorted(axes) != [*range(rank)]:
         raise TraceError(f"order={order!r} for a tile of shape {ir.shape_text(shape)}: name each axis once")
     return {"order": axes}
 

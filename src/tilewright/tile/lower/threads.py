@@ -297,9 +297,9 @@ class Threads(Lowering):
 
     # Owners ---------------------------------------------------------------------------------------------------------
 
-    def first(self) -> str:
-        """Whether this is the first thread."""
-        return self.let(0, TEST, "eq", self.tid, 0, operands=COUNT)
+    def first(self, of: str | None = None) -> str:
+        """Whether this is the first thread, or the first `of` a row or a column."""
+        return self.let(0, TEST, "eq", of or self.tid, 0, operands=COUNT)
 
     def store(self, node: Node, place: Place) -> None:
         if counts_lanes(place):
@@ -370,15 +370,21 @@ class Threads(Lowering):
         count = self.tail if lane == 1 and type.lanes > 1 else None
         mask, layout = self.across_rows(lane), self._dealt(name, shape, place)
         made = Store(name, type, at, value, lane or 1, count, mask, layout=layout)
-        if lane == 0:
-            super().put(inner, If(self.first(), [made]))
+        one, again = lane == 0, self._repeated(shape)
+        if one or again:  # one writes for all
+            who = self.tid if self.beside is None or (one and again) else self.start if one else self.beside[2]
+            super().put(inner, If(self.first(who), [made]))
         else:
             self.put(inner, made)
 
+    def _repeated(self, shape: Shape) -> bool:
+        """Whether threads that differ along the second axis have the same elements."""
+        axis = self.beside[0] - len(self.phase.space) if self.beside is not None and self.phase is not None else 0
+        return axis < 0 and (axis < -len(shape) or shape[axis] == 1)
+
     def _dealt(self, name: str, shape: Shape, place: Place) -> Layout | None:
-        alone = all(a == 1 for a in shape[:-1])
-        fits = alone or name in self.padded or static_size(shape[-1]) % self.width == 0
-        return self.layout if place[-1].vector and fits else None
+        fits = name in self.padded or static_size(shape[-1]) % self.width == 0 or all(a == 1 for a in shape[:-1])
+        return self.layout if place[-1].vector and fits and not self._repeated(shape) else None
 
 
 def lower_threads(program: Program, schedule: Schedule) -> Threads:
