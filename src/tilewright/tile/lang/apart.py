@@ -27,7 +27,7 @@ class StandIn(Fragment):
 
     def __init__(self, piece: Fragment, form: str, between: Any = None) -> None:
         if "between" in piece.parameters:
-            raise TileError(f"{piece.__name__} has a parameter `between`, as the tensor in between is called")
+            raise TileError(f"{piece.function.__name__} has a parameter `between`, as the tensor in between is called")
         more = {"between": between} if form in ("own", "rest") else {}
         super().__init__(piece.function, {**piece.bound, **more})
         self.form, self.rank = form, 0
