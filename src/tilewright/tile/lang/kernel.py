@@ -52,6 +52,9 @@ class Fragment:
         values = {**self.bound, **handles}
 
         def call(*args: Any) -> Any:
+            twice = [p for p in self.parameters[: len(args)] if p in values]
+            if twice:
+                raise TypeError(f"{self.function.__name__} is called with {twice[0]}, and it was bound, too")
             missing = [p for p in self.parameters[len(args) :] if p not in values]
             if missing:
                 raise TypeError(f"{self.function.__name__} needs {', '.join(missing)}: bind it")
