@@ -273,6 +273,9 @@ def test_what_many_instances_would_compute_again_is_materialised_and_says_what_t
     found = decide(made, "prologue", heads_types(), (8192, 8))
     assert found.choice == "materialise" and found.between is tile.float32
     (own, first), (rest, second) = found.launches(object())
+    for wrong in (..., None, np.zeros(1, np.int8)):
+        with pytest.raises(TileError, match="between the two lies a tensor of"):
+            found.launches(wrong)
     assert first == (8192, 1, 1) and second == (8192, 8, 1)
     assert set(own.bound()) == set(rest.bound()) == {"prologue_between"}
     one = decide(made, "prologue", heads_types(), (8192, 1))

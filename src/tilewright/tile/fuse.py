@@ -47,8 +47,16 @@ class Decision:
         """What to run, in turn: kernels on their grids, each with the kernel's own arguments.
 
         Args:
-            between: where the choice is to materialise, a tensor that the fragment's place indexes.
+            between: where the choice is to materialise, a tensor of the type `between` that the fragment's place indexes.
+
+        Raises:
+            TileError: it is not there, or of another type.
         """
+        found = str(getattr(between, "dtype", self.between)).rpartition(".")[2]
+        missing = between is ... or between is None
+        if self.choice == "materialise" and (missing or found not in (self.between.name, self.between.storage)):
+            given = "nothing" if missing else found
+            raise TileError(f"{self.kernel.name}: between the two lies a tensor of {self.between}, not {given}")
         return [(apart(self.kernel, self.place, form, between), grid) for form, grid in self.forms]
 
 
