@@ -47,7 +47,7 @@ class Decision:
         """What to run, in turn: kernels on their grids, each with the kernel's own arguments.
 
         Args:
-            between: where the choice is to materialise, a tensor of the type `between` that the fragment's place indexes.
+            between: where the choice is to materialise, a tensor of that type that the fragment's place indexes.
 
         Raises:
             TileError: it is not there, or of another type.
