@@ -158,6 +158,8 @@ class Plan:
                 return False
             if self.place.get(store) is home and phase.level > home.levels[store] - (not self.pointwise(load, store)):
                 return False
+            if any(store in p.items and self.before(p, phase) for p in home.phases):
+                return False
         return True
 
     def before(self, first: Phase, later: Phase) -> bool:

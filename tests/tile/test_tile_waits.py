@@ -1,0 +1,80 @@
+"""Tiles that two loops need: each has the value of its place in the program, whatever the loops' shapes and orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tile_runs import QUICKEST, compiled_run, copy_of, order
+
+from tilewright import tile
+from tilewright.tile import ViewType
+from tilewright.tile.oracle import emulator
+from tilewright.tile.oracle.interpreter import Order, run
+from tilewright.tile.runtime import cpu, cuda, target
+from tilewright.tile.schedule import Schedule
+
+R, C = 4, 300
+SCHEDULES = tuple(Schedule(*s) for s in ((32, 1, 4), (128, 1, 1), (64, 1, 2), (32, 4, 4)))
+VIEW = ViewType(tile.float32, (None, None), align=16)
+COUNTS = ViewType(tile.int64, (C,), align=16)
+
+
+def agree(function: Callable[..., None]) -> None:
+    """Threads, a CPU and the interpreter, in all that is written."""
+    program = tile.kernel(function).trace({"x": VIEW, "y": VIEW, "z": VIEW, "i": COUNTS})
+    numbers = np.random.default_rng(0)
+    given: dict[str, Any] = {n: numbers.integers(-4, 4, (max(R, C), C)).astype(np.float32) for n in "xyz"}
+    given["i"] = numbers.integers(0, C, C)
+    ways: list[tuple[Order, Callable[[dict[str, Any]], None]]] = []
+    for schedule in SCHEDULES:
+        made, arena = cuda.lowered(program, schedule)
+        lanes = Order(schedule.vector, 1, 16, schedule.threads)
+        ways.append((lanes, lambda a, f=made, o=arena.offsets: emulator.run(f, a, (1,), arena=o)))
+    if not target.missing():
+        types = {n: v.dtype for n, v in program.views.items()}
+        (compiled,) = cpu.compile_all([program], flags=QUICKEST)
+        ways.append((order(), lambda a: compiled_run(compiled, a, types, (1, 1, 1))))
+    for lanes, way in ways:
+        wanted, mine = ({n: copy_of(a) for n, a in given.items()} for _ in range(2))
+        run(program, wanted, (1,), order=lanes)
+        way(mine)
+        for name in program.written():
+            np.testing.assert_array_equal(mine[name], wanted[name], f"{name} {lanes}")
+
+
+def rows_of(t: Any) -> tuple[Any, Any]:
+    return t.arange(R)[:, None], t.arange(C)[None, :]
+
+
+def staged(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    v = t.load(z[rows_of(t)])
+    t.store(z[rows_of(t)], v + 1.0)
+    t.store(y[rows_of(t)], t.stage(v, "shared", order=(0, 1)))
+
+
+def stored(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    v = t.load(z[rows_of(t)])
+    t.store(z[rows_of(t)], v + 1.0)
+    t.store(y[rows_of(t)], v, order=(0, 1))
+
+
+def broadcast(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    r, c = rows_of(t)
+    v = t.load(z[0, t.arange(C)])
+    t.store(z[0, t.arange(C)], v + 1.0)
+    t.store(y[r, c], v[None, :] + t.load(x[r, c]))
+
+
+def cell(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    total = t.var(t.load(x[rows_of(t)]))
+    v = total.get()
+    total.set(v + 1.0)
+    t.store(y[rows_of(t)], v, order=(0, 1))
+
+
+@pytest.mark.parametrize("function", (staged, stored, broadcast, cell), ids=lambda f: f.__name__)
+def test_what_was_read_before_a_store_is_not_read_again_after_it(function: Callable[..., None]) -> None:
+    agree(function)
