@@ -78,3 +78,34 @@ def cell(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
 @pytest.mark.parametrize("function", (staged, stored, broadcast, cell), ids=lambda f: f.__name__)
 def test_what_was_read_before_a_store_is_not_read_again_after_it(function: Callable[..., None]) -> None:
     agree(function)
+
+
+def of_rows(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    e = t.exp(t.load(x[t.arange(R), 0]))
+    t.store(y[rows_of(t)], e[:, None] + t.load(x[rows_of(t)]))
+    t.store(z[t.arange(R), 0], e)
+
+
+def of_rows_and_a_fold(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    e = t.exp(t.load(x[t.arange(R), 0]))
+    t.store(z[t.arange(R), 0], e * t.max(e[:, None] + t.load(x[rows_of(t)]), axis=1))
+
+
+def of_rows_in_an_order(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    e = t.exp(t.load(x[t.arange(R), 0]))
+    t.store(y[rows_of(t)], t.stage(e[:, None] + t.load(x[rows_of(t)]), "shared", order=(0, 1)), order=(1, 0))
+    t.store(z[t.arange(R), 0], e)
+
+
+def of_columns_in_an_order(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    r, c = t.arange(R)[:, None], t.arange(32)[None, :]  # so few columns leave threads over for rows
+    e = t.exp(t.load(x[0, t.arange(32)]))
+    t.store(y[r, c], e[None, :] + t.load(x[r, c]), order=(1, 0))
+    t.store(z[0, t.arange(32)], e)
+
+
+@pytest.mark.parametrize(
+    "function", (of_rows, of_rows_and_a_fold, of_rows_in_an_order, of_columns_in_an_order), ids=lambda f: f.__name__
+)
+def test_a_tile_waits_where_its_own_elements_are_counted(function: Callable[..., None]) -> None:
+    agree(function)

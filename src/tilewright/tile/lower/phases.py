@@ -94,12 +94,7 @@ class Plan:
 
     def _levels(self, segment: Segment) -> None:
         for item in segment.items:
-            level = 0
-            for node in cone(item):
-                if self.place.get(node) is segment and node is not item:
-                    level = max(level, segment.levels[node] + (folds(node) or node.op == "stage"))
-                elif node.op == "reshape":  # what is regrouped waits in scratch first
-                    level = max(level, 1 + self._level_of(node.args[0], segment))
+            level = self._level_of(item, segment)
             if item.op in ("load", "store", "get", "set", "print"):
                 for earlier in segment.items:
                     if earlier is item:
@@ -119,8 +114,14 @@ class Plan:
                     phase.keep.append(item)
 
     def _level_of(self, node: Node, segment: Segment) -> int:
-        levels = [segment.levels[n] + folds(n) for n in (node, *cone(node)) if n in segment.levels]
-        return max(levels, default=0)
+        """The least level at which all that a node needs is there."""
+        level = 0
+        for n in (node, *cone(node)):
+            if n in segment.levels:
+                level = max(level, segment.levels[n] + (folds(n) or n.op == "stage"))
+            elif n.op == "reshape":  # what is regrouped waits in scratch first
+                level = max(level, 1 + self._level_of(n.args[0], segment))
+        return level
 
     # Conflicts ------------------------------------------------------------------------------------------------------
 
@@ -201,9 +202,20 @@ class Plan:
                 self.home[node] = phase
             elif first is not phase and not self._cheap(node, phase):
                 narrow = node.op == "cast" and node.args[0].dtype.itemsize < node.dtype.itemsize
-                self._keep(node.args[0] if narrow else node, first)
-                continue
+                kept = node.args[0] if narrow else node
+                there = self._own(kept, first, phase)
+                if there is not None:
+                    self._keep(kept, there)
+                    continue
             waiting.extend(node.args)
+
+    def _own(self, node: Node, first: Phase, later: Phase) -> Phase | None:
+        """The phase of a tile's own shape that leaves it for a later one: what `first` counts are other elements. None
+        where there is none: it is computed again."""
+        if first.space == node.shape:
+            return first
+        level, segment = self._level_of(node, first.segment), first.segment
+        return segment.phase(level, node.shape) if segment is not later.segment or level < later.level else None
 
     def _first(self, node: Node, phase: Phase) -> Phase:
         """The phase that computes what is regrouped: one level before it is needed."""
