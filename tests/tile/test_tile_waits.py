@@ -109,3 +109,22 @@ def of_columns_in_an_order(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
 )
 def test_a_tile_waits_where_its_own_elements_are_counted(function: Callable[..., None]) -> None:
     agree(function)
+
+
+def as_index(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    c = t.arange(C)
+    t.store(y[0, c], t.load(x[0, t.stage(t.load(i[c]), "shared")]))
+
+
+def as_index_of_what_is_folded(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    t.store(y[0, 0], t.max(t.load(x[0, t.stage(t.load(i[t.arange(C)]), "shared")])))
+
+
+def as_mask(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    c = t.arange(C)
+    t.store(y[0, c], t.load(x[0, c], mask=t.stage(t.load(i[c]), "shared") > 5))
+
+
+@pytest.mark.parametrize("function", (as_index, as_index_of_what_is_folded, as_mask), ids=lambda f: f.__name__)
+def test_a_copy_has_arrived_where_it_says_what_is_loaded(function: Callable[..., None]) -> None:
+    agree(function)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.tile.analysis.parting import needed
 from tilewright.tile.analysis.places import counting, injective
 from tilewright.tile.dtypes import DType, boolean
 from tilewright.tile.errors import LowerError
@@ -34,7 +35,7 @@ from tilewright.tile.ir.tile_ir import Axis, Node, Program, Region, Shape, stati
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
-from tilewright.tile.lower.phases import Phase, Plan, cone, folds
+from tilewright.tile.lower.phases import Phase, Plan, folds
 from tilewright.tile.lower.reduce import operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
@@ -157,7 +158,7 @@ class Threads(Lowering):
         super().control(effect)
 
     def nest(self, phase: Phase) -> None:
-        if any(n in self.pending for item in (*phase.items, *phase.keep) for n in cone(item)):
+        if self.pending and not self.pending.isdisjoint(needed([*phase.items, *phase.keep])):
             self._settle()
         super().nest(phase)
 
