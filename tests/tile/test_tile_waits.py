@@ -128,3 +128,15 @@ def as_mask(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
 @pytest.mark.parametrize("function", (as_index, as_index_of_what_is_folded, as_mask), ids=lambda f: f.__name__)
 def test_a_copy_has_arrived_where_it_says_what_is_loaded(function: Callable[..., None]) -> None:
     agree(function)
+
+
+def test_rows_that_are_regrouped_become_other_threads() -> None:
+    """Six rows twice, and three rows four times: row 4 is dealt to the first threads, and then to others."""
+
+    def regrouped(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+        a, b, c = t.arange(2)[:, None, None], t.arange(6)[None, :, None], t.arange(32)[None, None, :]
+        v = t.stage(t.load(x[a, b * 32 + c]), "shared", order=(2, 1, 0))
+        a, b = t.arange(4)[:, None, None], t.arange(3)[None, :, None]
+        t.store(y[a, b * 32 + c], v.reshape(4, 3, 32), order=(2, 1, 0))
+
+    agree(regrouped)

@@ -378,7 +378,8 @@ class Threads(Lowering):
 
     def _dealt(self, name: str, shape: Shape, place: Place) -> Layout | None:
         alone = all(a == 1 for a in shape[:-1])
-        fits = alone or name in self.padded or static_size(shape[-1]) % self.width == 0
+        rows = self.beside is None and static_size(shape[-1]) % self.width == 0  # regrouped, a column stays one
+        fits = alone or name in self.padded or rows
         return self.layout if place[-1].vector and fits else None
 
 
