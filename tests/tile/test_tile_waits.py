@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,19 @@ from tilewright.tile.schedule import Schedule
 R, C = 4, 300
 SCHEDULES = tuple(Schedule(*s) for s in ((32, 1, 4), (128, 1, 1), (64, 1, 2), (32, 4, 4)))
 VIEW = ViewType(tile.float32, (None, None), align=16)
+CUBE = ViewType(tile.float32, (None, None, None), align=16)
 COUNTS = ViewType(tile.int64, (C,), align=16)
 
 
 def agree(function: Callable[..., None]) -> None:
     """Threads, a CPU and the interpreter, in all that is written."""
-    program = tile.kernel(function).trace({"x": VIEW, "y": VIEW, "z": VIEW, "i": COUNTS})
+    views = {"x": VIEW, "y": VIEW, "z": VIEW, "i": COUNTS, "u": CUBE, "v": CUBE}
+    program = tile.kernel(function).trace({n: views[n] for n in list(signature(function).parameters)[1:]})
     numbers = np.random.default_rng(0)
-    given: dict[str, Any] = {n: numbers.integers(-4, 4, (max(R, C), C)).astype(np.float32) for n in "xyz"}
-    given["i"] = numbers.integers(0, C, C)
+    shapes = {1: (C,), 2: (R, C), 3: (6, 12, 32)}
+    given: dict[str, Any] = {
+        n: numbers.integers(0, C, shapes[v.rank]).astype(v.dtype.storage) for n, v in program.views.items()
+    }
     ways: list[tuple[Order, Callable[[dict[str, Any]], None]]] = []
     for schedule in SCHEDULES:
         made, arena = cuda.lowered(program, schedule)
@@ -133,10 +138,10 @@ def test_a_copy_has_arrived_where_it_says_what_is_loaded(function: Callable[...,
 def test_rows_that_are_regrouped_become_other_threads() -> None:
     """Six rows twice, and three rows four times: row 4 is dealt to the first threads, and then to others."""
 
-    def regrouped(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    def regrouped(t: Any, u: Any, v: Any) -> None:
         a, b, c = t.arange(2)[:, None, None], t.arange(6)[None, :, None], t.arange(32)[None, None, :]
-        v = t.stage(t.load(x[a, b * 32 + c]), "shared", order=(2, 1, 0))
+        s = t.stage(t.load(u[a, b, c]), "shared", order=(2, 1, 0))
         a, b = t.arange(4)[:, None, None], t.arange(3)[None, :, None]
-        t.store(y[a, b * 32 + c], v.reshape(4, 3, 32), order=(2, 1, 0))
+        t.store(v[a, b, c], s.reshape(4, 3, 32), order=(2, 1, 0))
 
     agree(regrouped)
