@@ -109,8 +109,17 @@ def of_columns_in_an_order(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
     t.store(z[0, t.arange(32)], e)
 
 
+def of_rows_in_a_cell(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+    total = t.var(t.load(x[t.arange(R), 0]))
+    for _ in t.range(2):
+        t.store(y[rows_of(t)], total.get()[:, None] + t.load(x[rows_of(t)]))
+        total.set(total.get() * 0.5)
+
+
 @pytest.mark.parametrize(
-    "function", (of_rows, of_rows_and_a_fold, of_rows_in_an_order, of_columns_in_an_order), ids=lambda f: f.__name__
+    "function",
+    (of_rows, of_rows_in_a_cell, of_rows_and_a_fold, of_rows_in_an_order, of_columns_in_an_order),
+    ids=lambda f: f.__name__,
 )
 def test_a_tile_waits_where_its_own_elements_are_counted(function: Callable[..., None]) -> None:
     agree(function)
@@ -145,3 +154,16 @@ def test_rows_that_are_regrouped_become_other_threads() -> None:
         t.store(v[a, b, c], s.reshape(4, 3, 32), order=(2, 1, 0))
 
     agree(regrouped)
+
+
+def test_the_end_of_a_row_is_no_part_of_the_next() -> None:
+    """What is regrouped has no padding: with its last vector a thread would read what another one writes."""
+
+    def changed(t: Any, u: Any, v: Any) -> None:
+        a, b, c = t.arange(2)[:, None, None], t.arange(6)[None, :, None], t.arange(3)[None, None, :]
+        total = t.var(t.load(u[a, b, c]))
+        total.set(total.get() * 0.5)
+        t.store(v[a, b, c], total.get(), order=(2, 1, 0))
+        t.store(v[a, t.arange(9)[None, :, None], t.arange(2)], total.get().reshape(2, 9, 2))
+
+    agree(changed)

@@ -359,7 +359,9 @@ class Threads(Lowering):
         made = self.fresh()
         at, lane = self.offset(self.padded.get(name, shape), place)
         mask, layout = self.across_rows(lane), self._dealt(name, shape, place)
-        self.put(depth, Load(made, type, name, at, lane or 1, mask=mask, layout=layout))
+        beyond = lane == 1 and type.lanes > 1 and name not in self.padded and any(a != 1 for a in shape[:-1])
+        count = self.tail if beyond else None  # what is behind a row that is not padded may be another thread's
+        self.put(depth, Load(made, type, name, at, lane or 1, count, mask, layout=layout))
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
