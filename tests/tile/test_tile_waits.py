@@ -167,3 +167,14 @@ def test_the_end_of_a_row_is_no_part_of_the_next() -> None:
         t.store(v[a, t.arange(9)[None, :, None], t.arange(2)], total.get().reshape(2, 9, 2))
 
     agree(changed)
+
+
+def test_what_a_later_loop_keeps_is_not_there_in_an_earlier_condition() -> None:
+    def twice(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
+        c = t.arange(C)
+        v = t.exp(t.load(x[0, c]))
+        with t.when(t.load(i[0]) >= 0):
+            t.store(y[0, c], v * 2.0)
+        t.store(y[1, c], v / t.sum(v))
+
+    agree(twice)

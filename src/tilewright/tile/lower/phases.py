@@ -7,6 +7,7 @@ that is cheap, else it waits in a scratch array. Statements are made elsewhere: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,9 +37,10 @@ class Phase:
 
 @dataclass(eq=False)
 class Segment:
-    """Effects of a region up to the next loop or `when`, which is `control`."""
+    """Effects of a region up to the next loop or `when`, which is `control`. `number`: of all, in program order."""
 
     region: Region
+    number: int = 0
     items: list[Node] = field(default_factory=list)
     control: Node | None = None
     levels: dict[Node, int] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Plan:
         self.home: dict[Node, Phase] = {}
         self.stores = [e for e in program.effects() if e.op in ("store", "set")]
         self.place: dict[Node, Segment] = {}
+        self.numbers = itertools.count()
         self.folds = [n for n in reachable(program) if folds(n)]
         self._region(program.body)
 
@@ -88,6 +91,7 @@ class Plan:
         for segment in segments:
             self._levels(segment)
         for segment in segments:
+            segment.number = next(self.numbers)
             self._uses(segment)
             if segment.control is not None:
                 self._region(segment.control.attrs["body"])
@@ -168,7 +172,7 @@ class Plan:
         mine, other = first.segment, later.segment
         if mine is other:
             return (first.level, mine.phases.index(first)) < (later.level, mine.phases.index(later))
-        return other.region.within(mine.region)  # phases are decided in program order
+        return mine.number < other.number and other.region.within(mine.region)
 
     def waits(self, node: Node, phase: Phase) -> bool:
         """Whether a phase reads this tile from scratch."""
