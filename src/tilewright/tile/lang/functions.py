@@ -97,6 +97,7 @@ class Functions:
         """
         if scope not in ir.SCOPES:
             raise TraceError(f"a tile waits in {' or '.join(ir.SCOPES)}, not in {scope!r}")
+        x = lift(self._t, x)
         attrs = {"scope": scope, **_ordered(x.shape, order)}
         if ir.elements(x.shape) == 1:
             return x
@@ -216,6 +217,7 @@ class Functions:
         """
         if combine not in ir.COMBINES:
             raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(ir.COMBINES))}")
+        x = lift(self._t, x)
         if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
             raise TraceError(f"{combine} is not defined on {x.dtype}")
         if x.dtype != dtypes.boolean:
@@ -301,8 +303,10 @@ def _ordered(shape: ir.Shape, order: tuple[int, ...] | None) -> dict[str, tuple[
     """The attribute of an order, where one is given."""
     if order is None:
         return {}
-    axes = tuple(k % max(len(shape), 1) if isinstance(k, int) and -len(shape) <= k < len(shape) else k for k in order)
-    if sorted(axes, key=str) != [*range(len(shape))]:
+    rank = len(shape)
+    named = isinstance(order, (tuple, list)) and all(type(k) is int and -rank <= k < rank for k in order)
+    axes = tuple(k % rank for k in order) if named else ()
+    if not named or sorted(axes) != [*range(rank)]:
         raise TraceError(f"order={order!r} for a tile of shape {ir.shape_text(shape)}: name each axis once")
     return {"order": axes}
 
