@@ -303,7 +303,8 @@ def test_requests_that_are_none_are_refused_with_their_line() -> None:
                       ({"scope": "shared", "order": 1}, "each axis"),
                       ({"scope": "shared", "order": ([], 1)}, "each axis"),
                       ({"scope": "shared", "order": 0}, "each axis"),
-                      ({"scope": "shared", "order": (0.0, 1.0)}, "each axis")):  # fmt: skip
+                      ({"scope": "shared", "order": (0.0, 1.0)}, "each axis"),
+                      ({"scope": "shared", "order": (False, True)}, "each axis")):  # fmt: skip
         with pytest.raises(TraceError, match=said) as error:
             asked(**how)
         assert "test_tile_stage.py" in str(error.value)

@@ -156,6 +156,18 @@ def beyond_grid(t: Any, x: Any, y: Any) -> None:
     t.program_id(3)
 
 
+def root_of_a_number(t: Any, x: Any, y: Any) -> None:
+    t.sqrt(2.0)
+
+
+def fold_of_a_place(t: Any, x: Any, y: Any) -> None:
+    t.sum(x[0, t.arange(8)])
+
+
+def stage_of_a_place(t: Any, x: Any, y: Any) -> None:
+    t.stage(x[0, t.arange(8)], "shared")
+
+
 @pytest.mark.parametrize(
     ("function", "says", "line"),
     [
@@ -188,6 +200,9 @@ def beyond_grid(t: Any, x: Any, y: Any) -> None:
         (set_wider, "the variable holds float32[]", 1),
         (not_a_place, "takes a place", 1),
         (beyond_grid, "axes 0, 1, 2", 1),
+        (root_of_a_number, "takes a tile", 1),
+        (fold_of_a_place, "neither a tile nor", 1),
+        (stage_of_a_place, "neither a tile nor", 1),
     ],
     ids=lambda v: v.__name__ if callable(v) else None,
 )

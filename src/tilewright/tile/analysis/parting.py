@@ -31,10 +31,10 @@ def problem(program: Program, calls: Iterable[Called], first: Program, second: P
     for call in (c for c in calls if c.region in bodies):  # a loop's first trace is no part of the program
         if call.value.shape != broadcast_shapes((), *(n.shape for n in call.place)):
             return "its value is not of its place's shape"
-        if _needed(masks) & {n for n in call.place if n.op != "const"}:
+        if needed(masks) & {n for n in call.place if n.op != "const"}:
             return "a mask depends on its place, which may not be there"
         known = {n: -1 - i for i, n in enumerate(call.place)}
-        there = _needed(call.place)
+        there = needed(call.place)
         for node in operands_first(call.value, known.__contains__):
             if not _varying(node, effects) <= there:
                 return "its value changes where its place does not"
@@ -52,7 +52,8 @@ def problem(program: Program, calls: Iterable[Called], first: Program, second: P
     return f"{min(clash)} would be written by one of the two and touched by the other" if clash else ""
 
 
-def _needed(nodes: Sequence[Node]) -> set[Node]:
+def needed(nodes: Sequence[Node]) -> set[Node]:
+    """All that nodes are made of, and they themselves."""
     found: set[Node] = set()
     for root in nodes:
         for node in operands_first(root, found.__contains__):

@@ -217,6 +217,7 @@ class Functions:
         """
         if combine not in ir.COMBINES:
             raise TraceError(f"combine is {combine!r}; takes {', '.join(sorted(ir.COMBINES))}")
+        x = lift(self._t, x)
         if (x.dtype == dtypes.boolean) != (combine in ("and", "or")):
             raise TraceError(f"{combine} is not defined on {x.dtype}")
         if x.dtype != dtypes.boolean:
@@ -303,7 +304,7 @@ def _ordered(shape: ir.Shape, order: tuple[int, ...] | None) -> dict[str, tuple[
     if order is None:
         return {}
     rank, given = len(shape), order if isinstance(order, (tuple, list)) else ()
-    axes = tuple(k % rank if isinstance(k, int) and -rank <= k < rank else -1 for k in given)
+    axes = tuple(k % rank if type(k) is int and -rank <= k < rank else -1 for k in given)
     if sorted(axes) != [*range(rank)]:
         raise TraceError(f"order={order!r} for a tile of shape {ir.shape_text(shape)}: name each axis once")
     return {"order": axes}

@@ -294,6 +294,8 @@ def binary(kind: str, a: Any, b: Any, **attrs: Any) -> Tile:
 
 
 def unary(kind: str, x: Tile, accuracy: str = "exact") -> Tile:
+    if not isinstance(x, Tile):
+        raise TraceError(f"{kind} takes a tile, not {x!r}")
     dtype = x.dtype
     if accuracy not in ir.ACCURACIES:
         raise TraceError(f"accuracy={accuracy!r}; takes {', '.join(map(repr, ir.ACCURACIES))}")

@@ -145,7 +145,7 @@ class Lowering(Reductions):
     def _first_loads(self, phase: Phase) -> list[Node]:
         """Loads of what is also written: they keep their place among the effects."""
         needed = {n for item in (*phase.items, *phase.keep) for n in (item, *cone(item)) if n.op in ("load", "get")}
-        mine = [n for n in needed if not is_scalar(n.shape) and not self.plan.waits(n, phase)]
+        mine = [n for n in needed if n.shape == phase.space and not self.plan.waits(n, phase)]
         return [n for n in mine if n.region is phase.segment.region and n in self._direct(phase)
                 and any(self.plan.conflict(n, s) for s in self.plan.stores)]  # fmt: skip
 

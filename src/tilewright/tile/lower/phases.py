@@ -7,6 +7,7 @@ that is cheap, else it waits in a scratch array. Statements are made elsewhere: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,9 +37,10 @@ class Phase:
 
 @dataclass(eq=False)
 class Segment:
-    """Effects of a region up to the next loop or `when`, which is `control`."""
+    """Effects of a region up to the next loop or `when`, which is `control`. `number`: of all, in program order."""
 
     region: Region
+    number: int = 0
     items: list[Node] = field(default_factory=list)
     control: Node | None = None
     levels: dict[Node, int] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Plan:
         self.home: dict[Node, Phase] = {}
         self.stores = [e for e in program.effects() if e.op in ("store", "set")]
         self.place: dict[Node, Segment] = {}
+        self.numbers = itertools.count()
         self.folds = [n for n in reachable(program) if folds(n)]
         self._region(program.body)
 
@@ -88,18 +91,14 @@ class Plan:
         for segment in segments:
             self._levels(segment)
         for segment in segments:
+            segment.number = next(self.numbers)
             self._uses(segment)
             if segment.control is not None:
                 self._region(segment.control.attrs["body"])
 
     def _levels(self, segment: Segment) -> None:
         for item in segment.items:
-            level = 0
-            for node in cone(item):
-                if self.place.get(node) is segment and node is not item:
-                    level = max(level, segment.levels[node] + (folds(node) or node.op == "stage"))
-                elif node.op == "reshape":  # what is regrouped waits in scratch first
-                    level = max(level, 1 + self._level_of(node.args[0], segment))
+            level = self._level_of(item, segment)
             if item.op in ("load", "store", "get", "set", "print"):
                 for earlier in segment.items:
                     if earlier is item:
@@ -119,8 +118,14 @@ class Plan:
                     phase.keep.append(item)
 
     def _level_of(self, node: Node, segment: Segment) -> int:
-        levels = [segment.levels[n] + folds(n) for n in (node, *cone(node)) if n in segment.levels]
-        return max(levels, default=0)
+        """The least level at which all that a node needs is there."""
+        level = 0
+        for n in (node, *cone(node)):
+            if n in segment.levels:
+                level = max(level, segment.levels[n] + (folds(n) or n.op == "stage"))
+            elif n.op == "reshape":  # what is regrouped waits in scratch first
+                level = max(level, 1 + self._level_of(n.args[0], segment))
+        return level
 
     # Conflicts ------------------------------------------------------------------------------------------------------
 
@@ -158,6 +163,8 @@ class Plan:
                 return False
             if self.place.get(store) is home and phase.level > home.levels[store] - (not self.pointwise(load, store)):
                 return False
+            if any(store in p.items and self.before(p, phase) for p in home.phases):
+                return False
         return True
 
     def before(self, first: Phase, later: Phase) -> bool:
@@ -165,7 +172,7 @@ class Plan:
         mine, other = first.segment, later.segment
         if mine is other:
             return (first.level, mine.phases.index(first)) < (later.level, mine.phases.index(later))
-        return other.region.within(mine.region)  # phases are decided in program order
+        return mine.number < other.number and other.region.within(mine.region)
 
     def waits(self, node: Node, phase: Phase) -> bool:
         """Whether a phase reads this tile from scratch."""
@@ -199,9 +206,20 @@ class Plan:
                 self.home[node] = phase
             elif first is not phase and not self._cheap(node, phase):
                 narrow = node.op == "cast" and node.args[0].dtype.itemsize < node.dtype.itemsize
-                self._keep(node.args[0] if narrow else node, first)
-                continue
+                kept = node.args[0] if narrow else node
+                there = self._own(kept, first, phase)
+                if there is not None:
+                    self._keep(kept, there)
+                    continue
             waiting.extend(node.args)
+
+    def _own(self, node: Node, first: Phase, later: Phase) -> Phase | None:
+        """The phase of a tile's own shape that leaves it for a later one: what `first` counts are other elements. None
+        where there is none: it is computed again."""
+        if first.space == node.shape:
+            return first
+        level, segment = self._level_of(node, first.segment), first.segment
+        return segment.phase(level, node.shape) if segment is not later.segment or level < later.level else None
 
     def _first(self, node: Node, phase: Phase) -> Phase:
         """The phase that computes what is regrouped: one level before it is needed."""

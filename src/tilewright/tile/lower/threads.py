@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tilewright.tile.analysis.parting import needed
 from tilewright.tile.analysis.places import counting, injective
 from tilewright.tile.dtypes import DType, boolean
 from tilewright.tile.errors import LowerError
@@ -34,7 +35,7 @@ from tilewright.tile.ir.tile_ir import Axis, Node, Program, Region, Shape, stati
 from tilewright.tile.layout.linear import Layout, blocked
 from tilewright.tile.lower.elementwise import Index, Place, counts_lanes
 from tilewright.tile.lower.kernel import COUNT, TEST, Body, Lowering, Row
-from tilewright.tile.lower.phases import Phase, Plan, cone, folds
+from tilewright.tile.lower.phases import Phase, Plan, folds
 from tilewright.tile.lower.reduce import operation
 from tilewright.tile.schedule import WIDEST, Schedule
 
@@ -157,7 +158,7 @@ class Threads(Lowering):
         super().control(effect)
 
     def nest(self, phase: Phase) -> None:
-        if any(n in self.pending for item in (*phase.items, *phase.keep) for n in cone(item)):
+        if self.pending and not self.pending.isdisjoint(needed([*phase.items, *phase.keep])):
             self._settle()
         super().nest(phase)
 
@@ -358,7 +359,9 @@ class Threads(Lowering):
         made = self.fresh()
         at, lane = self.offset(self.padded.get(name, shape), place)
         mask, layout = self.across_rows(lane), self._dealt(name, shape, place)
-        self.put(depth, Load(made, type, name, at, lane or 1, mask=mask, layout=layout))
+        beyond = lane == 1 and type.lanes > 1 and name not in self.padded and any(a != 1 for a in shape[:-1])
+        count = self.tail if beyond else None  # what is behind a row that is not padded may be another thread's
+        self.put(depth, Load(made, type, name, at, lane or 1, count, mask, layout=layout))
         return made
 
     def store_array(self, name: str, type: Type, shape: Shape, place: Place, value: Operand) -> None:
@@ -383,7 +386,8 @@ class Threads(Lowering):
         return axis < 0 and (axis < -len(shape) or shape[axis] == 1)
 
     def _dealt(self, name: str, shape: Shape, place: Place) -> Layout | None:
-        fits = name in self.padded or static_size(shape[-1]) % self.width == 0 or all(a == 1 for a in shape[:-1])
+        rows = self.beside is None and static_size(shape[-1]) % self.width == 0  # regrouped, a column stays one
+        fits = name in self.padded or rows or all(a == 1 for a in shape[:-1])
         return self.layout if place[-1].vector and fits and not self._repeated(shape) else None
 
 
