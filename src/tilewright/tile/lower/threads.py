@@ -16,20 +16,8 @@ from tilewright.tile.analysis.parting import needed
 from tilewright.tile.analysis.places import counting, injective
 from tilewright.tile.dtypes import DType, boolean
 from tilewright.tile.errors import LowerError
-from tilewright.tile.ir.thread_ir import (
-    Array,
-    Assign,
-    Declare,
-    For,
-    If,
-    Let,
-    Load,
-    Operand,
-    Statement,
-    Store,
-    Type,
-    Wait,
-)
+from tilewright.tile.ir import thread_ir
+from tilewright.tile.ir.thread_ir import Array, Assign, Declare, For, If, Let, Load, Operand, Statement, Store, Type
 from tilewright.tile.ir.thread_uniform import WARP
 from tilewright.tile.ir.tile_ir import Axis, Node, Program, Region, Shape, static_size
 from tilewright.tile.layout.linear import Layout, blocked
@@ -165,7 +153,7 @@ class Threads(Lowering):
     def _settle(self) -> None:
         """Before what is on its way is used, and before what not every thread may enter."""
         if self.pending:
-            self.put(self.depth, Wait())
+            self.put(self.depth, thread_ir.Wait())
         self.pending.clear()
 
     def item(self, item: Node, place: Place, register: Operand) -> None:
