@@ -178,3 +178,13 @@ def test_what_a_later_loop_keeps_is_not_there_in_an_earlier_condition() -> None:
         t.store(y[1, c], v / t.sum(v))
 
     agree(twice)
+
+
+def test_what_is_regrouped_is_not_kept_where_a_condition_may_not_hold() -> None:
+    def kept(t: Any, x: Any, y: Any, i: Any) -> None:
+        v = t.load(x[0, t.arange(24)]) * 2.0
+        with t.when(t.load(i[0]) < 0):
+            t.store(y[1, t.arange(24)], v)
+        t.store(y[t.arange(R)[:, None], t.arange(6)[None, :]], v.reshape(R, 6))
+
+    agree(kept)

@@ -223,8 +223,9 @@ class Plan:
 
     def _first(self, node: Node, phase: Phase) -> Phase:
         """The phase that computes what is regrouped: one level before it is needed."""
-        if node in self.home and self.home[node].space == node.shape:
-            return self.home[node]
+        home = self.home.get(node)
+        if home is not None and home.space == node.shape and self.before(home, phase):
+            return home
         level = self._level_of(node, phase.segment)
         made = phase.segment.phase(level, node.shape)
         self._use(node, made)
