@@ -139,6 +139,31 @@ def as_mask(t: Any, x: Any, y: Any, z: Any, i: Any) -> None:
     t.store(y[0, c], t.load(x[0, c], mask=t.stage(t.load(i[c]), "shared") > 5))
 
 
+def staged_beside(t: Any, x: Any, y: Any, z: Any) -> None:
+    first = t.stage(t.load(x[rows_of(t)]), "shared", order=(0, 1))
+    t.store(z[rows_of(t)], t.load(x[rows_of(t)]) + 1.0)
+    t.store(y[rows_of(t)], first + t.stage(t.load(z[rows_of(t)]), "shared", order=(0, 1)))
+
+
+def stored_beside(t: Any, x: Any, y: Any, z: Any) -> None:
+    c = t.arange(C)
+    t.store(y[rows_of(t)], t.load(x[rows_of(t)]))
+    t.store(z[0, c], t.load(x[0, c]) + 1.0)
+    t.store(y[rows_of(t)], t.load(z[0, c])[None, :] + 1.0)
+
+
+def folded_beside(t: Any, x: Any, y: Any, z: Any) -> None:
+    c = t.arange(C)
+    most = t.max(t.load(x[rows_of(t)]), axis=0)
+    t.store(z[0, c], t.load(x[0, c]) + 1.0)
+    t.store(y[0, c], most + t.max(t.load(x[rows_of(t)]) * t.load(z[0, c])[None, :], axis=0))
+
+
+@pytest.mark.parametrize("function", (staged_beside, stored_beside, folded_beside), ids=lambda f: f.__name__)
+def test_what_was_stored_before_a_load_is_there(function: Callable[..., None]) -> None:
+    agree(function)
+
+
 @pytest.mark.parametrize("function", (as_index, as_index_of_what_is_folded, as_mask), ids=lambda f: f.__name__)
 def test_a_copy_has_arrived_where_it_says_what_is_loaded(function: Callable[..., None]) -> None:
     agree(function)
@@ -178,3 +203,13 @@ def test_what_a_later_loop_keeps_is_not_there_in_an_earlier_condition() -> None:
         t.store(y[1, c], v / t.sum(v))
 
     agree(twice)
+
+
+def test_what_is_regrouped_is_not_kept_where_a_condition_may_not_hold() -> None:
+    def kept(t: Any, x: Any, y: Any, i: Any) -> None:
+        v = t.load(x[0, t.arange(24)]) * 2.0
+        with t.when(t.load(i[0]) < 0):
+            t.store(y[1, t.arange(24)], v)
+        t.store(y[t.arange(R)[:, None], t.arange(6)[None, :]], v.reshape(R, 6))
+
+    agree(kept)

@@ -125,7 +125,15 @@ class Plan:
                 level = max(level, segment.levels[n] + (folds(n) or n.op == "stage"))
             elif n.op == "reshape":  # what is regrouped waits in scratch first
                 level = max(level, 1 + self._level_of(n.args[0], segment))
-        return level
+        return level + self._stored_beside(node, level, segment)
+
+    def _stored_beside(self, node: Node, level: int, segment: Segment) -> bool:
+        """Whether what a node reads is stored by another loop of this level, which may come later."""
+        own = node.args[0].shape if node.op == "reduce" else node.shape, node.attrs.get("order", ())
+        stored = [s for s in segment.items if s.op in ("store", "set", "var") and segment.levels.get(s) == level]
+        others = [s for s in stored if not is_scalar(s.shape) and (s.shape, s.attrs.get("order", ())) != own]
+        read = [n for n in cone(node) if n.op in ("load", "get")] if others else []
+        return any(s.id < n.id and self.conflict(n, s) for n in read for s in others)
 
     # Conflicts ------------------------------------------------------------------------------------------------------
 
@@ -223,8 +231,9 @@ class Plan:
 
     def _first(self, node: Node, phase: Phase) -> Phase:
         """The phase that computes what is regrouped: one level before it is needed."""
-        if node in self.home and self.home[node].space == node.shape:
-            return self.home[node]
+        home = self.home.get(node)
+        if home is not None and home.space == node.shape and self.before(home, phase):
+            return home
         level = self._level_of(node, phase.segment)
         made = phase.segment.phase(level, node.shape)
         self._use(node, made)
