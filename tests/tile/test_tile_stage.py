@@ -399,3 +399,31 @@ def test_a_scalar_needs_no_place() -> None:
     assert not any(e.op == "stage" for e in program.effects())
     with pytest.raises(TileError):
         tile.kernel(lambda t, x: t.stage(x, "shared")).trace({"x": ViewType(tile.float32, (4,))})
+
+
+@pytest.mark.parametrize("along", (0, 1))
+@pytest.mark.parametrize("order", ((0, 1), (1, 0)))
+def test_what_waits_without_an_axis_is_stored_by_one_thread_of_it(along: int, order: tuple[int, int]) -> None:
+    """Threads lie along both axes of the first loop, and the tile that it keeps for the second has one of them."""
+
+    @tile.kernel(static={"x": (0, 1)})
+    def outer(t: Any, a: Any, x: Any, y: Any, z: Any) -> None:
+        r, c = t.arange(x.shape[0])[:, None], t.arange(x.shape[1])[None, :]
+        v = t.exp(t.load(a[c if along else r]))
+        t.store(y[r, c], t.load(x[r, c]) + v, order=order)
+        other = t.arange(40)[:, None] if along else t.arange(40)[None, :]
+        t.store(z[(other, c) if along else (r, other)], v)
+
+    shape, row = (24, 8), ViewType(tile.float32, (None, None))
+    of = {"a": ViewType(tile.float32, shape[along : along + 1]), "x": ViewType(tile.float32, shape), "y": row, "z": row}
+    program = outer.trace(of)
+    inputs = np.random.default_rng(0).random(shape, np.float32)
+    many = (40, 8) if along else (24, 40)
+    mine, other = (
+        {"a": np.arange(shape[along], dtype=np.float32) / 9, "x": inputs, "y": np.zeros(shape, np.float32),
+         "z": np.zeros(many, np.float32)} for _ in range(2)
+    )  # fmt: skip
+    run(program, mine, (1,), outputs=("y", "z"))
+    for schedule in SCHEDULES:
+        emulated(program, schedule, other, (1,))
+        assert all(np.array_equal(mine[name], other[name]) for name in ("y", "z")), schedule

@@ -99,3 +99,20 @@ def test_nothing_is_aligned_that_nobody_promised() -> None:
     function = lower(program, 8, Schedule(256, 1, 8))
     wide = [s for s in function.statements() if isinstance(s, (Load, Store)) and s.type.lanes > 1]
     assert wide and all(s.align == s.type.dtype.itemsize for s in wide)
+
+
+def test_an_index_that_is_loaded_and_then_overwritten_leads_where_it_led() -> None:
+    @tile.kernel(static={"x": (0,)})
+    def taken(t: Any, i: Any, x: Any, y: Any) -> None:
+        c = t.arange(x.shape[0])
+        at = t.load(i[c])
+        t.store(i[c], 0)
+        t.store(y[c], t.load(x[at]))
+
+    f32 = tile.float32
+    program = taken.trace({"i": ViewType(tile.int64, (50,)), "x": ViewType(f32, (50,)), "y": ViewType(f32, (50,))})
+    x = np.arange(50, dtype=np.float32)
+    given = {"i": np.arange(50)[::-1].copy(), "x": x, "y": np.zeros(50, np.float32)}
+    schedule = Schedule(64, 1, 1)
+    emulate(lower(program, schedule.vector, schedule), given, (1,), ("y",))
+    assert np.array_equal(given["y"], x[::-1]) and not given["i"].any()

@@ -15,9 +15,9 @@ from tilewright.tile.dtypes import boolean, int64
 from tilewright.tile.errors import LowerError
 from tilewright.tile.ir.thread_ir import Assign, Declare, For, Function, If, Let, Operand, Type
 from tilewright.tile.ir.thread_verify import verify
-from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, static_size
+from tilewright.tile.ir.tile_ir import Axis, Dim, Node, Program, Region, Shape, operands_first, static_size
 from tilewright.tile.lower.elementwise import ZERO, Index, Place, Value
-from tilewright.tile.lower.phases import Phase, Plan, cone, folds, phases_in_order
+from tilewright.tile.lower.phases import Phase, Plan, folds, phases_in_order
 from tilewright.tile.lower.reduce import BLOCK, Reductions
 from tilewright.tile.numbers import identity
 from tilewright.tile.schedule import Schedule
@@ -144,22 +144,17 @@ class Lowering(Reductions):
 
     def _first_loads(self, phase: Phase) -> list[Node]:
         """Loads of what is also written: they keep their place among the effects."""
-        needed = {n for item in (*phase.items, *phase.keep) for n in (item, *cone(item)) if n.op in ("load", "get")}
-        mine = [n for n in needed if n.shape == phase.space and not self.plan.waits(n, phase)]
-        return [n for n in mine if n.region is phase.segment.region and n in self._direct(phase)
-                and any(self.plan.conflict(n, s) for s in self.plan.stores)]  # fmt: skip
 
-    def _direct(self, phase: Phase) -> set[Node]:
-        """What a phase computes itself: not what lies behind tiles that wait."""
+        def known(node: Node) -> bool:  # what the phase does not compute itself
+            return node in found or self.plan.waits(node, phase) or folds(node) or node.op == "reshape"
+
         found: set[Node] = set()
-        waiting = [a for item in (*phase.items, *phase.keep) for a in item.args] + list(phase.keep)
-        while waiting:
-            node = waiting.pop()
-            if node in found or self.plan.waits(node, phase) or folds(node) or node.op == "reshape":
-                continue
-            found.add(node)
-            waiting.extend(node.args)
-        return found
+        for root in (*phase.keep, *(a for item in (*phase.items, *phase.keep) for a in item.args)):
+            for node in operands_first(root, known):
+                found.add(node)
+        mine = [n for n in found if n.op in ("load", "get") and n.shape == phase.space]
+        mine = [n for n in mine if n.region is phase.segment.region]
+        return [n for n in mine if any(self.plan.conflict(n, s) for s in self.plan.stores)]
 
     def item(self, item: Node, place: Place, register: Operand) -> None:
         """One effect, or one tile to keep, of a chunk."""
