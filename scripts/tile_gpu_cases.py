@@ -300,7 +300,7 @@ def random_case(seed: int, made: cuda.Compiled | None = None) -> dict[str, Any]:
     for name, value in mine.items():
         if isinstance(value, np.ndarray):
             here = memory_of(value, found.types[name])
-            low, high = here.extent
+            low, high = np.lib.array_utils.byte_bounds(value)
             held[name] = (torch.frombuffer(bytearray(ctypes.string_at(low, high - low)), dtype=torch.uint8).cuda(), low)
             memories[name] = replace(here, address=held[name][0].data_ptr() + here.address - low)
     grid = (*found.grid, 1, 1)[:3]

@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tilewright.tile import TileError
+from tilewright.tile import LowerError, TileError
 from tilewright.tile.dtypes import DType
 from tilewright.tile.lower.kernel import lower
 from tilewright.tile.oracle import emulator
@@ -91,6 +92,15 @@ def differs(found: Sample, wanted: Mapping[str, Any], mine: Mapping[str, Any]) -
     return ", ".join(n for n, dtype in found.types.items() if not same(wanted[n], mine[n], dtype))
 
 
+def too_large(found: Sample, schedule: Schedule) -> bool:
+    """Whether a block of so many instances has not the shared memory for their arrays: one has."""
+    try:
+        arrange(barriers.insert(lower(found.program, schedule.vector, schedule)))
+    except LowerError as error:
+        return schedule.instances > 1 and "shared memory" in str(error)
+    return False
+
+
 def batch(first: int, optimised: bool) -> list[dict[str, Any]]:
     """The mismatches of one batch of seeds."""
     samples = [program_of(seed) for seed in range(first, first + BATCH)]
@@ -98,6 +108,7 @@ def batch(first: int, optimised: bool) -> list[dict[str, Any]]:
     compiled = cpu.compile_all([s.program for s in samples], flags=QUICK if optimised else QUICKEST)
     for seed, found, made in zip(range(first, first + BATCH), samples, compiled, strict=True):
         schedule, how = SCHEDULES[seed % len(SCHEDULES)], {"outputs": found.outputs}
+        schedule = replace(schedule, instances=1) if too_large(found, schedule) else schedule
 
         def call(arguments: dict[str, Any], made: Any = made, found: Sample = found) -> None:
             memories = {n: memory_of(arguments[n], dtype) for n, dtype in found.types.items()}
