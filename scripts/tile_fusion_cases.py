@@ -40,7 +40,7 @@ from tile_fusion_kernels import (
     store_sum,
     store_turned,
     thrice,
-)  # fmt: skip
+)
 from tilewright import tile
 from tilewright.tile import ViewType
 from tilewright.tile.ir.tile_ir import Program
